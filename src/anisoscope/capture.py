@@ -1,0 +1,141 @@
+"""Token batches in, states at sites and losses per token out: one forward pass with hooks."""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from anisoscope.errors import LayoutError
+from anisoscope.models import Model
+from anisoscope.records import Site
+from anisoscope.trace import run_module, state_given, state_in
+
+MASKED_SHARE = 0.15
+"""Share of the tokens that are masked for a masked language model's loss, as in BERT's training."""
+
+# Positions whose logits are in float32 at one time: at a vocabulary of 256k, a quarter of a gigabyte.
+_CHUNK = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class Captured:
+    """What one forward pass showed."""
+
+    states: dict[Site, Float[Tensor, "b t _d"]]
+    logits: Float[Tensor, "b t v"] | None
+    """None where the model has no language-model head."""
+
+
+def capture(model: Model, input_ids: Int[Tensor, "b t"], sites: Iterable[Site]) -> Captured:
+    """States at `sites` for one batch of windows of equal length, in the model's dtype and on its device.
+
+    `embed` is what the first block is given, `block.k` what the k-th block call returns, `final_norm` what the final
+    norm returns. Each state is copied the moment it is made, so that no later edit in place reaches it.
+    """
+    wanted = tuple(sites)
+    shape = tuple(input_ids.shape)
+    states: dict[Site, Tensor] = {}
+    calls = Counter[tuple[str, bool]]()
+    handles: list[Any] = []
+    hooks = _hooks_for(model, wanted)
+
+    def keep(place: tuple[str, bool], _: nn.Module, args: Any, kwargs: dict[str, Any], output: Any = None) -> None:
+        # A shared layer is called once per block: its n-th call is its n-th site.
+        site = hooks[place].get(calls[place])
+        calls[place] += 1
+        if site is None:
+            return
+        state = state_given(args, kwargs, shape) if place[1] else state_in(output, shape)
+        if state is None:
+            raise LayoutError(f"{site.name} showed no state of shape (batch, position, width) for an input of {shape}")
+        states[site] = state.detach().clone()
+
+    try:
+        for path, before in hooks:
+            part = model.module.get_submodule(path)
+            register = part.register_forward_pre_hook if before else part.register_forward_hook
+            handles.append(register(partial(keep, (path, before)), with_kwargs=True))
+        output = run_module(model.module, input_ids)
+    finally:
+        for handle in handles:
+            handle.remove()
+    missing = [site.name for site in wanted if site not in states]
+    if missing:
+        raise LayoutError(f"{model.name}: no state was seen at {', '.join(missing)}")
+    return Captured(states={site: states[site] for site in wanted}, logits=_logits(model, output))
+
+
+def _hooks_for(model: Model, sites: tuple[Site, ...]) -> dict[tuple[str, bool], dict[int, Site]]:
+    """Which call of which module shows which site: (path, before the call?) -> number of the call -> site."""
+    hooks: dict[tuple[str, bool], dict[int, Site]] = {}
+    stacks = {stack.name: stack for stack in model.layout.stacks}
+    for site in sites:
+        stack = stacks.get(site.stack)
+        kind, _, number = site.name.partition(".")
+        if stack is None or kind not in ("embed", "block", "final_norm"):
+            raise LayoutError(f"{model.name} has no site {site.name} in stack {site.stack}")
+        if kind == "block":
+            k = int(number)
+            path = stack.blocks[k]
+            hooks.setdefault((path, False), {})[stack.blocks[:k].count(path)] = site
+        elif kind == "embed":
+            hooks.setdefault((stack.blocks[0], True), {})[0] = site
+        elif stack.final_norm is not None:
+            hooks.setdefault((stack.final_norm, False), {})[0] = site
+    return hooks
+
+
+def _logits(model: Model, output: Any) -> Tensor | None:
+    if model.head is None:
+        return None
+    return output.logits if hasattr(output, "logits") else output[0]
+
+
+def token_losses(
+    model: Model, input_ids: Int[Tensor, "b t"], captured: Captured, generator_seed: int
+) -> Float[Tensor, "b t"] | None:
+    """Cross entropy in nats per token, in float32; NaN where it is undefined, None where the model has no head for it.
+
+    Causal models: loss of the next token, at the position that predicts it (the last position predicts nothing).
+    Masked models: a second pass in which 15 % of the tokens that are not special (drawn by `generator_seed`) are
+    replaced by the mask token; the loss is defined at these alone.
+    """
+    if captured.logits is None:
+        return None
+    if model.head == "causal":
+        targets = input_ids.to(captured.logits.device)
+        losses = torch.full(targets.shape, torch.nan, device=targets.device)
+        for row, target, loss in zip(captured.logits, targets, losses, strict=True):
+            loss[:-1] = _cross_entropy(row[:-1], target[1:])
+        return losses
+    mask_token = getattr(model.tokenizer, "mask_token_id", None)
+    if mask_token is None:
+        return None
+    masked = draw_masked(input_ids, tuple(model.tokenizer.all_special_ids), generator_seed)
+    logits = _logits(model, run_module(model.module, input_ids.masked_fill(masked, mask_token)))
+    assert logits is not None
+    losses = torch.full(input_ids.shape, torch.nan, device=logits.device)
+    for row, target, loss, hidden in zip(
+        logits, input_ids.to(logits.device), losses, masked.to(logits.device), strict=True
+    ):
+        loss[hidden] = _cross_entropy(row[hidden], target[hidden])
+    return losses
+
+
+def draw_masked(input_ids: Int[Tensor, "b t"], special_ids: tuple[int, ...], generator_seed: int) -> Tensor:
+    """Which tokens are masked: each that is not special, with probability 0.15, by the seed alone."""
+    generator = torch.Generator().manual_seed(generator_seed)
+    drawn = torch.rand(input_ids.shape, generator=generator).to(input_ids.device) < MASKED_SHARE
+    return drawn & ~torch.isin(input_ids, input_ids.new_tensor(special_ids))
+
+
+def _cross_entropy(logits: Float[Tensor, "n v"], targets: Int[Tensor, " n"]) -> Float[Tensor, " n"]:
+    # In chunks: a float32 copy of all logits is often larger than the model.
+    pieces = zip(logits.split(_CHUNK), targets.split(_CHUNK), strict=True)
+    return torch.cat([cross_entropy(part.float(), target, reduction="none") for part, target in pieces])

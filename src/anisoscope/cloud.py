@@ -1,0 +1,161 @@
+"""Cloud: points, what is known of them, and the views that metrics share, each computed once."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import cached_property
+
+import torch
+from jaxtyping import Bool, Float, Int, Shaped
+from torch import Tensor
+
+from anisoscope.errors import SpecError
+from anisoscope.kernels import gram
+from anisoscope.kernels.gram import Centred, GramSums, Moments, Pair
+from anisoscope.kernels.neighbors import Neighbors, Unique, drop_duplicates, first_occurrences, nearest_neighbors
+from anisoscope.records import POPULATIONS
+
+# Consistency factor of the median absolute deviation with the standard deviation of a normal law.
+MAD_TO_STD = 1.4826
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tokens:
+    """What is known of each point besides its coordinates."""
+
+    ids: Int[Tensor, " n"]
+    positions: Int[Tensor, " n"]
+    documents: Int[Tensor, " n"]
+    special: Bool[Tensor, " n"]
+    losses: Float[Tensor, " n"] | None = None
+
+    def take(self, index: Int[Tensor, " m"]) -> "Tokens":
+        """The same facts for some of the points."""
+        return self._each(lambda values: values[index])
+
+    def to(self, device: torch.device) -> "Tokens":
+        """The same facts on another device."""
+        return self._each(lambda values: values.to(device))
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> "Tokens":
+        held = {item.name: getattr(self, item.name) for item in fields(self)}
+        return Tokens(**{name: None if values is None else change(values) for name, values in held.items()})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cloud:
+    """A cloud of points with lazily computed, shared views: a metric names the one it needs."""
+
+    points: Float[Tensor, "n d"]
+    tokens: Tokens | None = None
+    previous: Float[Tensor, "n e"] | None = None
+    """The same tokens one site earlier, for metrics that compare neighbouring sites."""
+    neighbor_count: int = 2
+    """How many neighbours the most demanding metric wants."""
+
+    @property
+    def dim(self) -> int:
+        """Number of coordinates."""
+        return self.points.shape[1]
+
+    def __len__(self) -> int:
+        return self.points.shape[0]
+
+    def take(self, index: Int[Tensor, " m"]) -> "Cloud":
+        """The cloud of some of its points; views are made anew."""
+        return Cloud(
+            points=self.points[index],
+            tokens=None if self.tokens is None else self.tokens.take(index),
+            previous=None if self.previous is None else self.previous[index],
+            neighbor_count=self.neighbor_count,
+        )
+
+    @cached_property
+    def centred(self) -> Centred:
+        """The points without their mean."""
+        return gram.center(self.points)
+
+    @cached_property
+    def moments(self) -> Moments:
+        """Total variance, its leading part, the leading axis."""
+        return gram.moments(self.centred)
+
+    @cached_property
+    def gram_sums(self) -> GramSums:
+        """Σλ and Σλ²."""
+        return gram.gram_sums(self.centred)
+
+    @cached_property
+    def spectrum(self) -> Float[Tensor, " r"]:
+        """All eigenvalues of the covariance, ascending."""
+        return gram.eigenvalues(self.centred)
+
+    @cached_property
+    def unique(self) -> Unique:
+        """Which points are left when exact repeats are removed."""
+        return drop_duplicates(self.points)
+
+    @cached_property
+    def neighbors(self) -> Neighbors:
+        """Nearest neighbours among the distinct points; as many as were asked for and as there are."""
+        points = self.points[self.unique.index]
+        return nearest_neighbors(points, min(self.neighbor_count, len(points) - 1))
+
+    @cached_property
+    def pair(self) -> Pair:
+        """This site's points and the previous site's."""
+        if self.previous is None:
+            raise SpecError("this metric compares a site with the one before it, and no earlier site was given")
+        source, target = self.previous.double(), self.points.double()
+        return Pair(source=source - source.mean(0), target=target - target.mean(0))
+
+    @cached_property
+    def losses(self) -> Float[Tensor, " m"]:
+        """Losses of the tokens that have one."""
+        if self.tokens is None or self.tokens.losses is None:
+            raise SpecError("this metric needs the model's loss at each token")
+        return self.tokens.losses[~self.tokens.losses.isnan()]
+
+
+def select_population(
+    name: str, points: Float[Tensor, "n d"], tokens: Tokens, *, typical_k: float, seed: int
+) -> Int[Tensor, " m"]:
+    """Which points of a batch make up a population.
+
+    `all`: every token. `content`: no special tokens, no first position of a window. `typical`: `content` without tokens
+    whose norm at this site exceeds max(median + k · 1.4826 · MAD, 2 · median) over the batch. `types`: one seeded random
+    occurrence of each token id among `content`. `matched`: a seeded random subset of `all` with as many points as
+    `types`, so that what repeats do and what sample size does can be told apart.
+    """
+    everything = torch.arange(len(points), device=points.device)
+    if name == "all":
+        return everything
+    content = everything[(~tokens.special) & (tokens.positions > 0)]
+    if name == "content":
+        return content
+    if name == "typical":
+        return content[row_norms(points)[content] <= typical_limit(row_norms(points), typical_k)]
+    generator = torch.Generator().manual_seed(seed)
+    shuffled = content[torch.randperm(len(content), generator=generator).to(points.device)]
+    first = first_occurrences(tokens.ids[shuffled])
+    types = shuffled[first.unique()]
+    if name == "types":
+        return types.sort().values
+    if name == "matched":
+        return torch.randperm(len(points), generator=generator).to(points.device)[: len(types)].sort().values
+    raise SpecError(f"unknown population {name!r}; there are {', '.join(POPULATIONS)}")
+
+
+def row_norms(points: Shaped[Tensor, "n d"]) -> Float[Tensor, " n"]:
+    """Euclidean norms in float64."""
+    return torch.linalg.vector_norm(points, dim=1, dtype=torch.float64)
+
+
+def typical_limit(norms: Float[Tensor, " n"], k: float) -> Float[Tensor, ""]:
+    """The norm above which a token is no longer typical of its batch.
+
+    Where norms are nearly constant the MAD alone would call a token 6 % above the median an outlier: hence 2 · median.
+    """
+    median = norms.median()
+    spread = MAD_TO_STD * (norms - median).abs().median()
+    return torch.maximum(median + k * spread, 2 * median)
+

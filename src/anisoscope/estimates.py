@@ -1,0 +1,146 @@
+"""From a cloud to Estimates: a metric on each batch, then mean, spread and null. The side door for a matrix of your own."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from anisoscope.cloud import Cloud
+from anisoscope.errors import SpecError, StatesError
+from anisoscope.metrics import Metric, find_metrics
+from anisoscope.nulls import null_of
+from anisoscope.records import Estimate
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluated:
+    """One metric on one cloud."""
+
+    value: Tensor
+    points: int
+    dropped: int
+    note: str | None
+
+
+def evaluate(cloud: Cloud, metric: Metric, settings: Mapping[str, Any]) -> Evaluated:
+    """A metric on the view of the cloud it needs; NaN with a note where the data forbid a number."""
+    points, dropped = len(cloud), 0
+    if metric.needs == "neighbors":
+        points, dropped = len(cloud.unique.index), cloud.unique.dropped
+    elif metric.needs == "losses":
+        points = len(cloud.losses)
+    needed = metric.min_points(cloud.dim, settings.get("neighbors", 0))
+    if points < needed:
+        note = f"{points} {'distinct ' if dropped else ''}points, and it needs {needed}"
+        return Evaluated(value=torch.tensor(math.nan), points=points, dropped=dropped, note=note)
+    value = metric(getattr(cloud, metric.needs), **{name: settings[name] for name in metric.settings})
+    return Evaluated(value=value, points=points, dropped=dropped, note=metric.undefined if value.isnan() else None)
+
+
+def summarize(results: Sequence[Evaluated], metric: Metric, dim: int, settings: Mapping[str, Any]) -> Estimate:
+    """Mean, spread and null over batches."""
+    values = tuple(float(result.value) for result in results)
+    points = sum(result.points for result in results)
+    null, missing_null = null_of(metric, points / len(results), dim, settings)
+    undefined = sum(math.isnan(value) for value in values)
+    notes = list(dict.fromkeys(result.note for result in results if result.note))
+    if 0 < undefined < len(values):
+        notes.append(f"no value in {undefined} of {len(values)} batches")
+    return Estimate.from_values(
+        values,
+        null=null,
+        points=points,
+        dropped=sum(result.dropped for result in results),
+        dim=dim,
+        note="; ".join([*notes, *([missing_null] if missing_null else [])]) or None,
+    )
+
+
+def estimate(
+    points: Any,
+    metrics: Iterable[str] = ("leading_variance", "twonn"),
+    *,
+    batch_points: int = 4096,
+    discard_fraction: float = 0.1,
+    gride_scales: tuple[int, ...] = (2, 4, 8, 16, 32, 64),
+    neighbors: int = 20,
+    isoscore_zeta: float = 0.25,
+    seed: int = 0,
+) -> dict[str, Estimate]:
+    """Measure a matrix of your own: rows are points, numpy or torch, any float dtype, any device.
+
+    The points are dealt in seeded random order into batches of at least `batch_points`; with fewer there is one batch
+    and no spread.
+
+    >>> import numpy as np, anisoscope as an
+    >>> line = np.arange(12.0).reshape(-1, 1) * np.array([[1.0, 2.0, 2.0]])
+    >>> an.estimate(line, ["leading_variance"])["leading_variance"].value
+    1.0
+    """
+    settings = {
+        "discard_fraction": discard_fraction,
+        "gride_scales": gride_scales,
+        "neighbors": neighbors,
+        "isoscore_zeta": isoscore_zeta,
+    }
+    check_settings(batch_points=batch_points, **settings)
+    found = find_metrics(metrics, gride_scales=gride_scales)
+    for metric in found:
+        if metric.needs in ("losses", "pair"):
+            raise SpecError(f"{metric.name} needs a model, not a matrix of points; use measure()")
+    matrix = torch.as_tensor(points)
+    if matrix.ndim != 2 or not matrix.is_floating_point() or 0 in matrix.shape:
+        raise SpecError(
+            f"points must be a matrix of floats, one point per row; came shape {tuple(matrix.shape)}, {matrix.dtype}"
+        )
+    matrix = matrix.detach()
+    check_finite("points", matrix)
+    count = max(1, len(matrix) // batch_points)
+    batches = [index.to(matrix.device) for index in deal(len(matrix), count, seed)]
+    wanted = neighbors_wanted(found, settings)
+    clouds = [Cloud(points=matrix[index], neighbor_count=wanted) for index in batches]
+    return {
+        metric.name: summarize([evaluate(cloud, metric, settings) for cloud in clouds], metric, matrix.shape[1], settings)
+        for metric in found
+    }
+
+
+def check_finite(where: str, states: Float[Tensor, "n d"]) -> None:
+    """Refuse states that are NaN or infinite, and say how many."""
+    wrong = states.numel() - int(states.isfinite().sum())
+    if wrong:
+        raise StatesError(
+            f"{where}: {wrong:,} of {states.numel():,} values are NaN or infinite; "
+            "nothing was measured there (a model in float16 may need --dtype float32 or bfloat16)"
+        )
+
+
+def neighbors_wanted(metrics: Iterable[Metric], settings: Mapping[str, Any]) -> int:
+    """How many neighbours the most demanding of the metrics reads."""
+    counts = (item.neighbors for item in metrics)
+    return max((settings["neighbors"] if count == "neighbors" else int(count) for count in counts), default=0)
+
+
+def deal(count: int, hands: int, seed: int) -> list[Tensor]:
+    """0 ... count - 1 in seeded random order, dealt into hands of equal size (give or take one)."""
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
+    return list(order.tensor_split(hands))
+
+
+def check_settings(
+    *, batch_points: int, discard_fraction: float, gride_scales: tuple[int, ...], neighbors: int, isoscore_zeta: float
+) -> None:
+    """Refuse settings outside their range."""
+    for name, value, low, high in (
+        ("batch_points", batch_points, 2, 2**31),
+        ("discard_fraction", discard_fraction, 0.0, 0.99),
+        ("neighbors", neighbors, 2, 1024),
+        ("isoscore_zeta", isoscore_zeta, 0.0, 1.0),
+    ):
+        if not low <= value <= high:
+            raise SpecError(f"{name} must lie between {low} and {high}; came {value}")
+    find_metrics([f"gride_{scale}" for scale in gride_scales] or ["twonn"])

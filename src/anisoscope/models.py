@@ -1,0 +1,382 @@
+"""A model's name -> its module, tokenizer and proven layout.
+
+Nothing is guessed in silence: weights that are missing, a tokenizer without words, pickled weights, code from a hub
+and a layout that fails its check all stop here, with one sentence that says what to do.
+"""
+
+import hashlib
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor, nn
+
+from anisoscope.errors import MissingPackageError, ModelError, SpecError
+from anisoscope.layout import Layout as Layout
+from anisoscope.layout import Stack as Stack
+from anisoscope.layout import discover_layout as discover_layout
+from anisoscope.layout import is_causal
+from anisoscope.layout import select_sites as select_sites
+from anisoscope.layout import sites_of as sites_of
+from anisoscope.layout import verify_layout as verify_layout
+from anisoscope.trace import is_encoder_decoder, trace_module
+
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+
+PROBE_SEED = 0
+PROBE_SHAPE = (2, 8)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Model:
+    """A module and tokenizer, and what was proven about them."""
+
+    name: str
+    module: nn.Module
+    """Run it through `capture`, which sees to evaluation mode."""
+    tokenizer: Any
+    layout: Layout
+    kind: str
+    """`encoder`, `decoder` or `encoder-decoder`."""
+    head: str | None
+    """Which language-model loss its logits support: `causal`, `masked` or None."""
+    weights: str
+    """Commit hash of a hub model, else SHA-256 of the weights."""
+    notes: tuple[str, ...] = ()
+    checks: tuple[str, ...] = ()
+    """One sentence per fact that was proven when it was loaded."""
+
+
+def load_model(
+    name: str,
+    *,
+    revision: str | None = None,
+    dtype: str = "float32",
+    device: str = "auto",
+    device_map: Any = None,
+    trust_remote_code: bool = False,
+    allow_pickle: bool = False,
+    blocks: tuple[str, ...] = (),
+    final_norm: tuple[str, ...] = (),
+) -> Model:
+    """Load a hub model, a local folder or a `.gguf` file, find its layout and prove it."""
+    if dtype not in DTYPES:
+        raise SpecError(f"unknown dtype {dtype!r}: one of {', '.join(DTYPES)}")
+    where = torch.device(_pick_device(device))
+    weights = hash_weights(name, revision=revision)
+    source: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+    if _is_gguf(name):
+        source |= {"pretrained_model_name_or_path": str(Path(name).parent), "gguf_file": Path(name).name}
+        _need_gguf()
+    elif Path(name).is_dir():
+        source |= {"pretrained_model_name_or_path": name}
+    else:
+        # By commit: a branch may move between here and the end of the download.
+        source |= {"pretrained_model_name_or_path": name, "revision": weights}
+    with _quiet(), _explaining(name):
+        from transformers import AutoConfig
+
+        config = AutoConfig.from_pretrained(**source)
+        tokenizer = _load_tokenizer(name, source)
+        loader, head = _loader_for(config, gguf=_is_gguf(name))
+        options = {
+            "config": config,
+            "dtype": getattr(torch, dtype),
+            "device_map": device_map,
+            "output_loading_info": True,
+        }
+        if not _is_gguf(name):
+            _refuse_pickle(name, allow_pickle)
+            options |= {"use_safetensors": None if allow_pickle else True}
+        module, info = loader.from_pretrained(**source, **{key: v for key, v in options.items() if v is not None})
+        if device_map is None:
+            module.to(where)
+    module.eval()
+    probe = make_probe(module, tokenizer)
+    layout = discover_layout(module, probe, blocks=blocks, final_norm=final_norm)
+    notes = []
+    if _check_complete(name, module, layout, probe, set(info["missing_keys"])):
+        head = None
+        notes.append("The language-model head has no weights in the checkpoint: no loss.")
+    if _is_gguf(name):
+        notes.append("Weights were dequantised from GGUF.")
+    return _assemble(name, module, tokenizer, layout, head=head, weights=weights, notes=notes, probe=probe)
+
+
+def adopt_model(
+    module: nn.Module,
+    tokenizer: Any,
+    *,
+    name: str,
+    blocks: tuple[str, ...] = (),
+    final_norm: tuple[str, ...] = (),
+) -> Model:
+    """Take a module that is already in memory, find its layout and prove it; its training mode is left as it is."""
+    # Hooks added after the first compiled call never fire; those of the module underneath do.
+    module = getattr(module, "_orig_mod", module)
+    probe = make_probe(module, tokenizer)
+    layout = discover_layout(module, probe, blocks=blocks, final_norm=final_norm)
+    head = _head_of(type(module).__name__)
+    return _assemble(name, module, tokenizer, layout, head=head, weights=_hash_module(module), notes=[], probe=probe)
+
+
+def _assemble(
+    name: str,
+    module: nn.Module,
+    tokenizer: Any,
+    layout: Layout,
+    *,
+    head: str | None,
+    weights: str,
+    notes: list[str],
+    probe: Int[Tensor, "b t"],
+) -> Model:
+    checks = list(verify_layout(module, layout, probe))
+    if is_encoder_decoder(module):
+        kind = "encoder-decoder"
+    elif is_causal(module, layout, probe):
+        kind = "decoder"
+        checks.append("Changing later tokens leaves earlier states unchanged: a decoder.")
+    else:
+        kind = "encoder"
+        checks.append("Changing later tokens changes earlier states: an encoder.")
+    if head == "causal" and kind == "encoder":
+        head = None
+        notes.append("It sees later tokens, so its next-token loss means nothing: no loss.")
+    return Model(
+        name=name,
+        module=module,
+        tokenizer=tokenizer,
+        layout=layout,
+        kind=kind,
+        head=head,
+        weights=weights,
+        notes=tuple(notes),
+        checks=tuple(checks),
+    )
+
+
+def make_probe(module: nn.Module, tokenizer: Any = None) -> Int[Tensor, "b t"]:
+    """Two different windows of eight seeded random tokens, none of them special as far as is known."""
+    config = getattr(module, "config", None)
+    embeddings = module.get_input_embeddings() if hasattr(module, "get_input_embeddings") else None  # type: ignore[operator]
+    sizes = [getattr(embeddings, "num_embeddings", None), getattr(config, "vocab_size", None)]
+    sizes.append(len(tokenizer) if hasattr(tokenizer, "__len__") else None)
+    embedded = [part.num_embeddings for part in module.modules() if isinstance(part, nn.Embedding)]
+    known = [size for size in sizes if size]
+    size = min(known) if known else max(embedded, default=PROBE_SHAPE[1])
+    declared = config.to_dict() if hasattr(config, "to_dict") else {}  # type: ignore[union-attr]
+    special = {value for key, value in declared.items() if key.endswith(("token_id", "token_index"))}
+    special |= set(getattr(tokenizer, "all_special_ids", ()))
+    usable = torch.tensor([token for token in range(size) if token not in special] or list(range(size)))
+    generator = torch.Generator().manual_seed(PROBE_SEED)
+    return usable[torch.randint(len(usable), PROBE_SHAPE, generator=generator)]
+
+
+def hash_weights(name: str, *, revision: str | None = None) -> str:
+    """What identifies the weights before they are loaded.
+
+    A hub model: its commit. A folder or `.gguf` file: SHA-256 over the names and contents of the weight files that
+    would be loaded (safetensors where there are any, else pickled ones).
+    """
+    path = Path(name)
+    if path.is_file():
+        return _hash_files([path])
+    if path.is_dir():
+        files = sorted(path.glob("*.safetensors")) or sorted(path.glob("pytorch_model*.bin"))
+        if not files:
+            raise ModelError(f"{name} has no weight files (*.safetensors): is it the folder of a saved model?")
+        return _hash_files(files)
+    return _find_commit(name, revision)
+
+
+def _hash_files(files: list[Path]) -> str:
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(f"{file.name}\n".encode())
+        with file.open("rb") as stream:
+            while block := stream.read(1 << 20):
+                digest.update(block)
+    return digest.hexdigest()
+
+
+def _hash_module(module: nn.Module) -> str:
+    digest = hashlib.sha256()
+    for key, value in module.state_dict().items():
+        if isinstance(value, Tensor):
+            digest.update(f"{key} {value.dtype} {tuple(value.shape)}\n".encode())
+            digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _find_commit(name: str, revision: str | None) -> str:
+    from huggingface_hub import model_info, try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(name)
+    except HFValidationError as error:
+        raise ModelError(f"{name} is neither a folder, nor a .gguf file, nor the name of a hub model") from error
+    if revision and re.fullmatch("[0-9a-f]{40}", revision):
+        return revision
+    try:
+        commit = model_info(name, revision=revision, timeout=20).sha
+    except RevisionNotFoundError as error:
+        raise ModelError(f"{name} has no revision {revision!r} on the hub") from error
+    except RepositoryNotFoundError as error:
+        raise ModelError(
+            f"{name} is no local folder and no hub model (or a private one: log in with `hf auth`)"
+        ) from error
+    except Exception as error:  # offline, in any of the ways of the HTTP library in use
+        cached = try_to_load_from_cache(name, "config.json", revision=revision or "main")
+        if isinstance(cached, str):
+            return Path(cached).parent.name
+        raise ModelError(
+            f"{name} is no local folder, not in the cache, and the hub cannot be reached: {error}"
+        ) from error
+    if commit is None:
+        raise ModelError(f"the hub names no commit for {name}")
+    return commit
+
+
+def _is_gguf(name: str) -> bool:
+    return Path(name).is_file() and name.endswith(".gguf")
+
+
+def _need_gguf() -> None:
+    for package in ("gguf", "accelerate"):
+        if find_spec(package) is None:
+            raise MissingPackageError(package, extra="gguf", purpose="Reading a .gguf file")
+
+
+def _pick_device(device: str) -> str:
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise SpecError(f"device {device!r} cannot be used here: {error}") from error
+    return device
+
+
+def _head_of(architecture: str) -> str | None:
+    if architecture.endswith(("ForCausalLM", "LMHeadModel")):
+        return "causal"
+    return "masked" if architecture.endswith("ForMaskedLM") else None
+
+
+def _loader_for(config: Any, *, gguf: bool) -> tuple[Any, str | None]:
+    """The auto class for what was saved, and the loss its logits support."""
+    import transformers
+
+    architecture = (getattr(config, "architectures", None) or [""])[0]
+    head = "causal" if gguf and not architecture else _head_of(architecture)
+    if head is not None:
+        return (transformers.AutoModelForCausalLM if head == "causal" else transformers.AutoModelForMaskedLM), head
+    if architecture.endswith("ForConditionalGeneration"):
+        if config.is_encoder_decoder:
+            return transformers.AutoModelForSeq2SeqLM, None
+        # Multimodal wrappers around a decoder: with text alone they are that decoder.
+        if type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+            return transformers.AutoModelForCausalLM, "causal"
+    # T5's encoder on its own is another class than T5.
+    return (
+        transformers.AutoModelForTextEncoding if architecture.endswith("EncoderModel") else transformers.AutoModel
+    ), None
+
+
+def _load_tokenizer(name: str, source: dict[str, Any]) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(**source)
+    except Exception as error:
+        if "trust_remote_code" in str(error):
+            raise
+        raise ModelError(f"{name} has no tokenizer that can be loaded: {error}") from error
+    # Where its files are missing, transformers 5 makes a tokenizer that knows special tokens and nothing else.
+    if len(tokenizer) <= len(tokenizer.all_special_ids):
+        raise ModelError(f"{name} has no tokenizer: its vocabulary is empty. Save the tokenizer beside the weights.")
+    return tokenizer
+
+
+def _refuse_pickle(name: str, allow_pickle: bool) -> None:
+    folder = Path(name)
+    if folder.is_dir() and not allow_pickle and not any(folder.glob("*.safetensors")):
+        raise ModelError(_PICKLED.format(name=name))
+
+
+_PICKLED = (
+    "{name} has no safetensors weights. Pickled weights can run code when they are loaded; "
+    "if you trust their author, pass allow_pickle=True (--allow-pickle)."
+)
+
+
+def _check_complete(name: str, module: nn.Module, layout: Layout, probe: Int[Tensor, "b t"], missing: set[str]) -> bool:
+    """Refuse a checkpoint that leaves any weight behind a state random; True where only the head is missing."""
+    if not missing:
+        return False
+    calls = trace_module(module, probe)
+    ends = [path for stack in layout.stacks for path in (stack.blocks[-1], stack.final_norm) if path is not None]
+    last = max(call.entered for call in calls.of(ends))
+    inside_last = calls.calls[last].path
+    late = {c.path for c in calls.calls if c.entered > last and not c.path.startswith(f"{inside_last}.")}
+    late -= {call.path for call in calls.calls[: last + 1]}
+    unused = {key for key in missing if "pooler" in key.split(".")}
+    head = {key for key in missing - unused if key.rpartition(".")[0] in late or _parent(key) in late}
+    random = sorted(missing - unused - head)
+    if random:
+        raise ModelError(
+            f"{name}: {len(random)} weights are missing from the checkpoint and would be random "
+            f"({', '.join(random[:4])}{', ...' if len(random) > 4 else ''}). Does it belong to this config?"
+        )
+    return bool(head)
+
+
+def _parent(key: str) -> str:
+    return key.rpartition(".")[0].rpartition(".")[0]
+
+
+@contextmanager
+def _explaining(name: str) -> Iterator[None]:
+    """Errors of the libraries underneath, in one sentence each."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (ModelError, MissingPackageError):
+        raise
+    except SafetensorError as error:
+        raise ModelError(f"{name}: its safetensors file is corrupt or cut short ({error}). Fetch it again.") from error
+    except torch.OutOfMemoryError as error:
+        raise ModelError(f"{name} does not fit on the device: try dtype bfloat16 or device_map='auto'") from error
+    except Exception as error:
+        text = " ".join(str(error).split())
+        if "trust_remote_code" in text:
+            text = "it runs code of its own; if you trust its author, pass trust_remote_code=True (--trust-remote-code)"
+        elif isinstance(error, OSError) and "safetensors" in text:
+            raise ModelError(_PICKLED.format(name=name)) from error
+        raise ModelError(f"{name} cannot be loaded: {text[:400]}") from error
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No progress bars or remarks of transformers while loading; its settings are as before afterwards."""
+    from transformers.utils import logging
+
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()

@@ -1,0 +1,207 @@
+"""The nouns: Spec, Site, Estimate, Record, Unit. Plain frozen data, no torch."""
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+import numpy as np
+
+# Raised whenever the meaning of an unchanged Spec changes, so that old units are measured again and never mixed with new.
+KEY_VERSION = 1
+
+POPULATIONS = ("all", "content", "typical", "types", "matched")
+DEFAULT_METRICS = ("leading_variance", "mean_cosine", "isoscore", "participation_ratio", "twonn", "loss")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spec:
+    """Everything that can change a number, and nothing that cannot (device, workers, paths)."""
+
+    model: str
+    revision: str | None = None
+    weights: str | None = None
+    """Commit hash of a hub model, or SHA-256 of local weight files; found before the key is made."""
+    run: str | None = None
+    """Name of a training; only for units measured live."""
+    step: int | None = None
+    corpus: str = "pydoc"
+    corpus_hash: str | None = None
+    tokens: int = 65536
+    """How many tokens go through the model."""
+    seq_len: int = 512
+    special_tokens: bool = True
+    batch_points: int = 4096
+    dtype: str = "float32"
+    seed: int = 0
+    sites: tuple[str, ...] = ("embed", "block.*", "final_norm")
+    populations: tuple[str, ...] = ()
+    """Empty: each metric's own, as its declaration says."""
+    typical_k: float = 6.0
+    metrics: tuple[str | tuple[str, int], ...] = DEFAULT_METRICS
+    """Estimators or families; after `walk.resolve`, pairs of name and version."""
+    discard_fraction: float = 0.1
+    gride_scales: tuple[int, ...] = (2, 4, 8, 16, 32, 64)
+    neighbors: int = 20
+    isoscore_zeta: float = 0.25
+    blocks: tuple[str, ...] = ()
+    """Paths of the block lists, where discovery is overruled by hand."""
+    final_norm: tuple[str, ...] = ()
+    # The fields below are read by the alignment and curvature metrics. They stand here already so that keys stay
+    # comparable when those metrics arrive.
+    rank: int = 16
+    curvature_rank: int = 4
+    proxy: str = "pca"
+    proxy_from: str | None = None
+    gradients: tuple[str, ...] = ()
+    controls: tuple[str, ...] = ()
+
+    def canonical(self) -> str:
+        """The Spec as JSON that does not depend on the order of its fields."""
+        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+
+    @property
+    def key(self) -> str:
+        """Name of the unit this Spec produces: 20 hexadecimal digits."""
+        return hashlib.sha256(f"{KEY_VERSION}\n{self.canonical()}".encode()).hexdigest()[:20]
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "Spec":
+        """The Spec that `canonical` wrote (lists become tuples again)."""
+        return cls(**{name: _as_tuple(value) for name, value in values.items()})
+
+
+def _as_tuple(value: Any) -> Any:
+    return tuple(_as_tuple(item) for item in value) if isinstance(value, list | tuple) else value
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """A named place in a model where states are read."""
+
+    name: str
+    """`embed`, `block.0` ... `block.{L-1}`, `final_norm`, `output`."""
+    stack: str | None = None
+    """`encoder` or `decoder` in encoder-decoder models, else None."""
+    depth: float | None = None
+    """For blocks: the share of the blocks a state has passed, (k + 1) / L. None elsewhere."""
+
+
+def site_order(name: str) -> tuple[int, int, str]:
+    """Sort key that follows the way of a token through the model."""
+    head, _, rest = name.partition(".")
+    stage = {"embed": 0, "block": 1, "final_norm": 2, "output": 3}.get(head, 4)
+    number = re.match(r"\d+", rest)
+    return stage, int(number.group()) if number else -1, rest
+
+
+def step_of(revision: str | None) -> int | None:
+    """The training step a revision's name states, or None: `step3000`, `global_step1000`, `checkpoint-500`."""
+    match = re.search(r"(?:step|checkpoint)[-_]?(\d+)", revision or "")
+    return int(match.group(1)) if match else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """One estimator's answer over one or more batches of points."""
+
+    value: float
+    """Mean over batches; NaN, with a note, where the data forbid a number."""
+    spread: float
+    """Standard deviation over batches (n - 1); NaN where there is one batch."""
+    values: tuple[float, ...]
+    """One value per batch, in batch order."""
+    null: float
+    """What the declared null gives at this number of points and dimensions."""
+    batches: int
+    points: int
+    """Points the estimator used, summed over batches."""
+    dropped: int
+    """Duplicate points it removed, summed over batches."""
+    dim: int
+    control: str | None = None
+    p: float | None = None
+    note: str | None = None
+
+    @classmethod
+    def from_values(cls, values: tuple[float, ...], **rest: Any) -> "Estimate":
+        """Mean and spread over the batches that gave a number."""
+        finite = np.array([value for value in values if not math.isnan(value)])
+        return cls(
+            value=float(finite.mean()) if finite.size else math.nan,
+            spread=float(finite.std(ddof=1)) if finite.size > 1 else math.nan,
+            values=values,
+            batches=len(values),
+            **rest,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """One flat row of the table. Columns may be added at the end, never renamed or removed."""
+
+    key: str
+    model: str
+    revision: str | None
+    step: int | None
+    tokens: int | None
+    """Training tokens this checkpoint has seen, where known."""
+    kind: str
+    """`encoder`, `decoder` or `encoder-decoder`."""
+    stack: str | None
+    corpus: str
+    population: str
+    site: str
+    depth: float | None
+    metric: str
+    metric_version: int
+    value: float
+    spread: float
+    null: float
+    batches: int
+    points: int
+    dropped: int
+    excluded: int
+    """Tokens the population left out, summed over batches: points + dropped + excluded = tokens measured."""
+    dim: int
+    control: str | None = None
+    control_value: float | None = None
+    p: float | None = None
+    gradient: str | None = None
+    proxy: str | None = None
+    rank: int | None = None
+    bin: int | None = None
+    variant: str | None = None
+    values: tuple[float, ...] = ()
+    note: str | None = None
+    seconds: float = 0.0
+    """Time all metrics of this site took together, over all batches."""
+
+    def as_json(self) -> dict[str, Any]:
+        """The row for machines: NaN becomes null."""
+        return {item.name: _without_nan(getattr(self, item.name)) for item in fields(self)}
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_without_nan(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unit:
+    """One Spec, where its numbers came from, and its Records: what a store keeps."""
+
+    spec: Spec
+    provenance: Mapping[str, Any]
+    records: tuple[Record, ...]
+    attachments: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """Small arrays that a figure or a later unit needs."""
+
+    @property
+    def key(self) -> str:
+        """The key of its Spec."""
+        return self.spec.key
