@@ -1,79 +1,107 @@
 """Simulate the shipped table of isotropic nulls: src/anisoscope/data/nulls.csv.
 
 Each cell is the mean over trials of the metric on n standard Gaussian points in d dimensions. Metrics with an isotropic
-null are invariant to translation, rotation and scale, so one Gaussian stands for all of them.
+null are invariant to translation, rotation and scale, so one Gaussian stands for all of them. Cells are independent and
+run in processes of their own: small ones on the CPU, where a GPU would only wait for launches, large ones on the GPU if
+there is one. Minutes on a large GPU, days without.
 
-    python scripts/make_nulls.py [--device cuda] [--output FILE]
+    python scripts/make_nulls.py [--output FILE] [--largest-n 1024 --largest-d 512]
 """
 
 import argparse
 import csv
 import math
+import multiprocessing
+import os
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 
 import torch
 
 from anisoscope.cloud import Cloud
 from anisoscope.estimates import evaluate
-from anisoscope.metrics import Metric, all_metrics
+from anisoscope.metrics import all_metrics
+from anisoscope.nulls import variant_of
 
-N_GRID = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
-D_GRID = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384)
-# The full spectrum of a 16384 x 16384 Gram in float64 takes minutes: larger Grams use the law they obey (below).
-LARGEST_SPECTRUM = 1024
+N_GRID = tuple(2**power for power in range(3, 16))
+D_GRID = (1, *(size for power in range(1, 14) for size in (2**power, 3 * 2 ** (power - 1))), 2**14)
 SETTINGS = {
     "twonn": ({"discard_fraction": 0.1}, {"discard_fraction": 0.8}),
     "twonn_mle": ({"discard_fraction": 0.1}, {"discard_fraction": 0.8}),
     "isoscore_star": ({"isoscore_zeta": 0.25},),
     "levina_bickel": ({"neighbors": 20},),
 }
-POINTS_PER_CELL = 1 << 16
+# The full spectrum of a 16384 x 16384 Gram in float64 takes minutes: larger Grams use the law they obey (below).
+LARGEST_SPECTRUM = 1024
+LARGEST_ON_CPU = 2**17
 
 
-def trials_for(n: int, d: int) -> int:
+def trials_for(n: int) -> int:
     """Many where clouds are small and noisy, few where they are large and the value hardly moves."""
-    return int(min(64, max(4, POINTS_PER_CELL // n)))
+    return min(256, max(4, 2**16 // n))
 
 
-def simulate(n: int, d: int, metrics: list[Metric], device: str) -> dict[tuple[str, str], list[float]]:
-    values: dict[tuple[str, str], list[float]] = {}
+def cost(n: int, d: int) -> int:
+    """Products of a cell; what is not a product (launches, Lanczos steps) weighs about 2³⁸ of them on a GPU."""
+    return trials_for(n) * (n * n * d + 2**38)
+
+
+def simulate(n: int, d: int, device: str) -> list[tuple[str, int, str, int, int, str, str, int]]:
+    """The rows of one cell; a metric that has no value there has no row."""
     generator = torch.Generator(device).manual_seed(n * 100_003 + d)
-    for _ in range(trials_for(n, d)):
+    samples: dict[tuple[str, int, str], list[float]] = {}
+    for _ in range(trials_for(n)):
         cloud = Cloud(points=torch.randn(n, d, generator=generator, device=device), neighbor_count=64)
-        for metric in metrics:
-            for settings in SETTINGS.get(metric.name, ({},)):
+        for metric in all_metrics().values():
+            for settings in SETTINGS.get(metric.name, ({},)) if metric.null == "isotropic" else ():
                 if metric.needs == "spectrum" and min(n, d) > LARGEST_SPECTRUM:
-                    # Page's entropy: log m - m / 2M, exact for Gaussian Grams up to terms of order 1/M².
-                    small, large = min(n - 1, d), max(n - 1, d)
-                    value = small * math.exp(-small / (2 * large))
+                    value = effective_rank_law(n, d)
                 else:
                     value = float(evaluate(cloud, metric, settings).value)
-                variant = ";".join(f"{name}={settings[name]:g}" for name in metric.settings)
-                values.setdefault((metric.name, variant), []).append(value)
-    return values
+                key = metric.name, metric.version, variant_of(metric, settings)
+                samples.setdefault(key, []).append(value)
+    if device != "cpu":
+        torch.cuda.empty_cache()
+    rows = []
+    for key, values in samples.items():
+        sample = torch.tensor(values, dtype=torch.float64)
+        if not sample.isnan().any():
+            rows.append((*key, n, d, f"{sample.mean().item():.6g}", f"{sample.std().item():.3g}", len(values)))
+    return rows
+
+
+def effective_rank_law(n: int, d: int) -> float:
+    """m exp(-m / 2M): the entropy of Marchenko and Pastur's law, right to about 1/M for Gaussian Grams."""
+    small, large = min(n - 1, d), max(n - 1, d)
+    return small * math.exp(-small / (2 * large))
+
+
+def workers(count: int) -> ProcessPoolExecutor:
+    spawn = multiprocessing.get_context("spawn")
+    return ProcessPoolExecutor(count, mp_context=spawn, initializer=torch.set_num_threads, initargs=(1,))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--output", type=Path, default=Path("src/anisoscope/data/nulls.csv"))
     parser.add_argument("--largest-n", type=int, default=max(N_GRID))
     parser.add_argument("--largest-d", type=int, default=max(D_GRID))
+    parser.add_argument("--cpu-workers", type=int, default=os.cpu_count())
+    parser.add_argument("--gpu-workers", type=int, default=6 if torch.cuda.is_available() else 0)
     options = parser.parse_args()
-    metrics = [metric for metric in all_metrics().values() if metric.null == "isotropic"]
-    rows, start = [], time.time()
-    for n in (n for n in N_GRID if n <= options.largest_n):
-        for d in (d for d in D_GRID if d <= options.largest_d):
-            for (name, variant), values in sorted(simulate(n, d, metrics, options.device).items()):
-                sample = torch.tensor(values, dtype=torch.float64)
-                if sample.isnan().any():
-                    continue
-                version = next(metric.version for metric in metrics if metric.name == name)
-                spread = f"{sample.std().item():.3g}"
-                rows.append([name, version, variant, n, d, f"{sample.mean().item():.6g}", spread, len(values)])
-        print(f"n = {n}: {time.time() - start:.0f} s", file=sys.stderr)
+    cells = [(n, d) for n in N_GRID for d in D_GRID if n <= options.largest_n and d <= options.largest_d]
+    rows, start = [], time.monotonic()
+    with workers(options.cpu_workers) as on_cpu, workers(max(1, options.gpu_workers)) as on_gpu:
+        running = {}
+        for n, d in sorted(cells, key=lambda cell: cost(*cell), reverse=True):
+            large = options.gpu_workers > 0 and n * d >= LARGEST_ON_CPU
+            running[on_gpu.submit(simulate, n, d, "cuda") if large else on_cpu.submit(simulate, n, d, "cpu")] = n, d
+        for done, future in enumerate(as_completed(running), 1):
+            rows += future.result()
+            passed = f"{time.monotonic() - start:.0f} s"
+            print("{}/{} cells, {}: n = {}, d = {}".format(done, len(cells), passed, *running[future]), file=sys.stderr)
     with options.output.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(["metric", "version", "settings", "n", "d", "null", "spread", "trials"])

@@ -1,7 +1,7 @@
 """Our sites against what each family is documented to hand out, and against hooks on paths written down by hand."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -10,6 +10,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 
+from anisoscope import layout
 from anisoscope.capture import capture, token_losses
 from anisoscope.models import Model, adopt_model, select_sites, sites_of
 
@@ -71,7 +72,6 @@ class Family:
     prefix: str = ""
     """What the language-model class puts before the paths; empty where that class is not tried."""
     since_v5: bool = False
-    extra: dict[str, Any] = field(default_factory=dict)
 
 
 def encoder(name: str, model_type: str, blocks: str, prefix: str, config: dict[str, Any] = TEXT, **rest: Any) -> Family:
@@ -338,6 +338,11 @@ def test_sites_agree_with_hidden_states_and_with_hooks_by_hand(family: Family) -
             expected.pop()
         for state, theirs in zip(expected, hidden, strict=False):
             assert_identical(state, theirs)
+
+
+def test_the_published_list_of_families_is_the_tested_one() -> None:
+    tested = {kind: [family.name for family in FAMILIES if family.kind == kind] for kind in layout.FAMILIES}
+    assert {kind: sorted(names) for kind, names in layout.FAMILIES.items()} == {k: sorted(v) for k, v in tested.items()}
 
 
 HEADED = {"encoder": AutoModelForMaskedLM, "decoder": AutoModelForCausalLM, "encoder-decoder": AutoModelForSeq2SeqLM}

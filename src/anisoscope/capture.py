@@ -7,12 +7,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from anisoscope.errors import LayoutError
-from anisoscope.models import Model
+from anisoscope.errors import LayoutError, SpecError
+from anisoscope.models import Model, sites_of
 from anisoscope.records import Site
 from anisoscope.trace import run_module, state_given, state_in
 
@@ -73,13 +73,14 @@ def capture(model: Model, input_ids: Int[Tensor, "b t"], sites: Iterable[Site]) 
 
 def _hooks_for(model: Model, sites: tuple[Site, ...]) -> dict[tuple[str, bool], dict[int, Site]]:
     """Which call of which module shows which site: (path, before the call?) -> number of the call -> site."""
+    unknown = [site for site in sites if site not in sites_of(model.layout)]
+    if unknown:
+        raise SpecError(f"{model.name} has no site {unknown[0]}")
     hooks: dict[tuple[str, bool], dict[int, Site]] = {}
     stacks = {stack.name: stack for stack in model.layout.stacks}
     for site in sites:
-        stack = stacks.get(site.stack)
+        stack = stacks[site.stack]
         kind, _, number = site.name.partition(".")
-        if stack is None or kind not in ("embed", "block", "final_norm"):
-            raise LayoutError(f"{model.name} has no site {site.name} in stack {site.stack}")
         if kind == "block":
             k = int(number)
             path = stack.blocks[k]
@@ -128,7 +129,9 @@ def token_losses(
     return losses
 
 
-def draw_masked(input_ids: Int[Tensor, "b t"], special_ids: tuple[int, ...], generator_seed: int) -> Tensor:
+def draw_masked(
+    input_ids: Int[Tensor, "b t"], special_ids: tuple[int, ...], generator_seed: int
+) -> Bool[Tensor, "b t"]:
     """Which tokens are masked: each that is not special, with probability 0.15, by the seed alone."""
     generator = torch.Generator().manual_seed(generator_seed)
     drawn = torch.rand(input_ids.shape, generator=generator).to(input_ids.device) < MASKED_SHARE

@@ -16,9 +16,24 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from anisoscope.errors import LayoutError, SpecError
+from anisoscope.errors import LayoutError, SpecError, StatesError
 from anisoscope.records import Site
 from anisoscope.trace import Call, Trace, copy_of, is_encoder_decoder, trace_module
+
+FAMILIES = {
+    "encoder": (
+        *("BERT", "RoBERTa", "XLM-R", "ALBERT", "DistilBERT", "ELECTRA", "DeBERTa", "DeBERTa-v2", "MPNet"),
+        *("ModernBERT", "EuroBERT"),
+    ),
+    "decoder": (
+        *("GPT-2", "GPT-Neo", "GPT-J", "GPT-NeoX", "GPT-NeoX sequential", "OPT", "OPT-350m", "Bloom", "Falcon-7b"),
+        *("Falcon-40b", "Falcon-rw", "MPT", "Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Qwen3-MoE", "Gemma"),
+        *("Gemma-2", "Gemma-3", "Phi", "Phi-3", "StableLM", "StarCoder2", "OLMo", "OLMo-2", "Cohere", "Granite"),
+        *("SmolLM3", "Nemotron", "Mamba", "Mamba-2"),
+    ),
+    "encoder-decoder": ("T5", "mT5", "BART", "mBART", "Pegasus"),
+}
+"""Families whose sites are tested, by kind. It decides nothing: others work where the probe finds their blocks."""
 
 # Families whose blocks are no list of distinct modules: model_type -> the end of their blocks' paths.
 EXCEPTIONS = {
@@ -50,8 +65,11 @@ class Layout:
 
 
 def _same(made: Tensor | None, read: Tensor | None) -> bool:
-    # Exact; but a norm may be handed a state already cast to its own dtype.
-    return made is not None and read is not None and torch.equal(made.to(read.dtype), read)
+    # Exact; but a norm may be handed a state already cast to its own dtype, and states that are not finite are told
+    # apart from a wrong layout later.
+    if made is None or read is None:
+        return False
+    return torch.equal(made.to(read.dtype).nan_to_num(), read.nan_to_num())
 
 
 def discover_layout(
@@ -204,6 +222,9 @@ def verify_layout(module: nn.Module, layout: Layout, probe_ids: Int[Tensor, "b t
         if broken:
             raise _layout_error(module, trace, f"{label}a chain of {len(stack.blocks)} blocks, but {broken}")
         calls = trace.of(stack.blocks)
+        for call in calls:
+            if call.returned is None or not call.returned.isfinite().all():
+                raise StatesError(f"{call.path} returns states that are not finite: try dtype bfloat16 or float32")
         assert calls[0].given is not None
         width = calls[0].given.shape[-1]
         shared = "" if len(set(stack.blocks)) == len(calls) else f" (of {len(set(stack.blocks))} shared module(s))"
@@ -250,7 +271,7 @@ def _layout_error(module: nn.Module, trace: Trace, wanted: str) -> LayoutError:
 def is_causal(module: nn.Module, layout: Layout, probe_ids: Int[Tensor, "b t"]) -> bool:
     """Whether the first half of a window is blind to its second half, in the states after the last block.
 
-    Two windows that begin alike go through in one pass: routed experts then see both in one batch, and sums round alike.
+    Two windows that begin alike go through in one pass: routed experts see both in one batch, so sums round alike.
     """
     half = probe_ids.shape[1] // 2
     alike = torch.cat([probe_ids[:1, :half].expand(len(probe_ids), -1), probe_ids[:, half:]], dim=1)

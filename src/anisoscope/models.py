@@ -25,12 +25,9 @@ from anisoscope.layout import is_causal
 from anisoscope.layout import select_sites as select_sites
 from anisoscope.layout import sites_of as sites_of
 from anisoscope.layout import verify_layout as verify_layout
-from anisoscope.trace import is_encoder_decoder, trace_module
+from anisoscope.trace import is_encoder_decoder, make_probe, trace_module
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-
-PROBE_SEED = 0
-PROBE_SHAPE = (2, 8)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -68,18 +65,20 @@ def load_model(
     """Load a hub model, a local folder or a `.gguf` file, find its layout and prove it."""
     if dtype not in DTYPES:
         raise SpecError(f"unknown dtype {dtype!r}: one of {', '.join(DTYPES)}")
-    where = torch.device(_pick_device(device))
+    where = _pick_device(device)
+    if device_map is not None:
+        _need(("accelerate",), "device_map")
     weights = hash_weights(name, revision=revision)
     source: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     if _is_gguf(name):
         source |= {"pretrained_model_name_or_path": str(Path(name).parent), "gguf_file": Path(name).name}
-        _need_gguf()
+        _need(("gguf", "accelerate"), "Reading a .gguf file")
     elif Path(name).is_dir():
         source |= {"pretrained_model_name_or_path": name}
     else:
         # By commit: a branch may move between here and the end of the download.
         source |= {"pretrained_model_name_or_path": name, "revision": weights}
-    with _quiet(), _explaining(name):
+    with _quiet(bars=not Path(name).exists()), _explaining(name):
         from transformers import AutoConfig
 
         config = AutoConfig.from_pretrained(**source)
@@ -100,13 +99,13 @@ def load_model(
     module.eval()
     probe = make_probe(module, tokenizer)
     layout = discover_layout(module, probe, blocks=blocks, final_norm=final_norm)
-    notes = []
+    notes, checks = [], ["Every weight that a state depends on was in the checkpoint."]
     if _check_complete(name, module, layout, probe, set(info["missing_keys"])):
         head = None
         notes.append("The language-model head has no weights in the checkpoint: no loss.")
     if _is_gguf(name):
         notes.append("Weights were dequantised from GGUF.")
-    return _assemble(name, module, tokenizer, layout, head=head, weights=weights, notes=notes, probe=probe)
+    return _assemble(name, module, tokenizer, layout, probe, head=head, weights=weights, notes=notes, checks=checks)
 
 
 def adopt_model(
@@ -122,8 +121,9 @@ def adopt_model(
     module = getattr(module, "_orig_mod", module)
     probe = make_probe(module, tokenizer)
     layout = discover_layout(module, probe, blocks=blocks, final_norm=final_norm)
-    head = _head_of(type(module).__name__)
-    return _assemble(name, module, tokenizer, layout, head=head, weights=_hash_module(module), notes=[], probe=probe)
+    head = next(filter(None, (_head_of(base.__name__) for base in type(module).__mro__)), None)
+    weights = _hash_module(module)
+    return _assemble(name, module, tokenizer, layout, probe, head=head, weights=weights, notes=[], checks=[])
 
 
 def _assemble(
@@ -131,13 +131,14 @@ def _assemble(
     module: nn.Module,
     tokenizer: Any,
     layout: Layout,
+    probe: Int[Tensor, "b t"],
     *,
     head: str | None,
     weights: str,
     notes: list[str],
-    probe: Int[Tensor, "b t"],
+    checks: list[str],
 ) -> Model:
-    checks = list(verify_layout(module, layout, probe))
+    checks += verify_layout(module, layout, probe)
     if is_encoder_decoder(module):
         kind = "encoder-decoder"
     elif is_causal(module, layout, probe):
@@ -162,23 +163,6 @@ def _assemble(
     )
 
 
-def make_probe(module: nn.Module, tokenizer: Any = None) -> Int[Tensor, "b t"]:
-    """Two different windows of eight seeded random tokens, none of them special as far as is known."""
-    config = getattr(module, "config", None)
-    embeddings = module.get_input_embeddings() if hasattr(module, "get_input_embeddings") else None  # type: ignore[operator]
-    sizes = [getattr(embeddings, "num_embeddings", None), getattr(config, "vocab_size", None)]
-    sizes.append(len(tokenizer) if hasattr(tokenizer, "__len__") else None)
-    embedded = [part.num_embeddings for part in module.modules() if isinstance(part, nn.Embedding)]
-    known = [size for size in sizes if size]
-    size = min(known) if known else max(embedded, default=PROBE_SHAPE[1])
-    declared = config.to_dict() if hasattr(config, "to_dict") else {}  # type: ignore[union-attr]
-    special = {value for key, value in declared.items() if key.endswith(("token_id", "token_index"))}
-    special |= set(getattr(tokenizer, "all_special_ids", ()))
-    usable = torch.tensor([token for token in range(size) if token not in special] or list(range(size)))
-    generator = torch.Generator().manual_seed(PROBE_SEED)
-    return usable[torch.randint(len(usable), PROBE_SHAPE, generator=generator)]
-
-
 def hash_weights(name: str, *, revision: str | None = None) -> str:
     """What identifies the weights before they are loaded.
 
@@ -187,6 +171,8 @@ def hash_weights(name: str, *, revision: str | None = None) -> str:
     """
     path = Path(name)
     if path.is_file():
+        if not _is_gguf(name):
+            raise ModelError(f"{name} is a file, but no .gguf file: name the folder it is in")
         return _hash_files([path])
     if path.is_dir():
         files = sorted(path.glob("*.safetensors")) or sorted(path.glob("pytorch_model*.bin"))
@@ -210,6 +196,8 @@ def _hash_module(module: nn.Module) -> str:
     digest = hashlib.sha256()
     for key, value in module.state_dict().items():
         if isinstance(value, Tensor):
+            if value.is_meta:
+                raise ModelError(f"the weights of {key} are offloaded and cannot be hashed: load the model by its name")
             digest.update(f"{key} {value.dtype} {tuple(value.shape)}\n".encode())
             digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
@@ -250,10 +238,10 @@ def _is_gguf(name: str) -> bool:
     return Path(name).is_file() and name.endswith(".gguf")
 
 
-def _need_gguf() -> None:
-    for package in ("gguf", "accelerate"):
+def _need(packages: tuple[str, ...], purpose: str) -> None:
+    for package in packages:
         if find_spec(package) is None:
-            raise MissingPackageError(package, extra="gguf", purpose="Reading a .gguf file")
+            raise MissingPackageError(package, extra="gguf", purpose=purpose)
 
 
 def _pick_device(device: str) -> str:
@@ -302,7 +290,7 @@ def _load_tokenizer(name: str, source: dict[str, Any]) -> Any:
             raise
         raise ModelError(f"{name} has no tokenizer that can be loaded: {error}") from error
     # Where its files are missing, transformers 5 makes a tokenizer that knows special tokens and nothing else.
-    if len(tokenizer) <= len(tokenizer.all_special_ids):
+    if len(tokenizer) <= len(set(tokenizer.all_special_ids)):
         raise ModelError(f"{name} has no tokenizer: its vocabulary is empty. Save the tokenizer beside the weights.")
     return tokenizer
 
@@ -323,12 +311,11 @@ def _check_complete(name: str, module: nn.Module, layout: Layout, probe: Int[Ten
     """Refuse a checkpoint that leaves any weight behind a state random; True where only the head is missing."""
     if not missing:
         return False
-    calls = trace_module(module, probe)
+    trace = trace_module(module, probe)
     ends = [path for stack in layout.stacks for path in (stack.blocks[-1], stack.final_norm) if path is not None]
-    last = max(call.entered for call in calls.of(ends))
-    inside_last = calls.calls[last].path
-    late = {c.path for c in calls.calls if c.entered > last and not c.path.startswith(f"{inside_last}.")}
-    late -= {call.path for call in calls.calls[: last + 1]}
+    last = trace.of(ends)[-1]
+    early = {call.path for call in trace.calls if call.entered <= last.entered or call.path.startswith(f"{last.path}.")}
+    late = {call.path for call in trace.calls} - early
     unused = {key for key in missing if "pooler" in key.split(".")}
     head = {key for key in missing - unused if key.rpartition(".")[0] in late or _parent(key) in late}
     random = sorted(missing - unused - head)
@@ -361,22 +348,26 @@ def _explaining(name: str) -> Iterator[None]:
         text = " ".join(str(error).split())
         if "trust_remote_code" in text:
             text = "it runs code of its own; if you trust its author, pass trust_remote_code=True (--trust-remote-code)"
-        elif isinstance(error, OSError) and "safetensors" in text:
+        elif "no file named model.safetensors" in text or "have a file named model.safetensors" in text:
             raise ModelError(_PICKLED.format(name=name)) from error
         raise ModelError(f"{name} cannot be loaded: {text[:400]}") from error
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """No progress bars or remarks of transformers while loading; its settings are as before afterwards."""
+def _quiet(*, bars: bool) -> Iterator[None]:
+    """No remarks of transformers while loading, and bars only for a download; its settings are as before afterwards."""
+    from huggingface_hub.utils import are_progress_bars_disabled
     from transformers.utils import logging
 
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    verbosity = logging.get_verbosity()
+    # transformers switches the hub's bars with its own: where they differ, what was before could not be restored.
+    hide = not bars and logging.is_progress_bar_enabled() and not are_progress_bars_disabled()
     logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    if hide:
+        logging.disable_progress_bar()
     try:
         yield
     finally:
         logging.set_verbosity(verbosity)
-        if bars:
+        if hide:
             logging.enable_progress_bar()

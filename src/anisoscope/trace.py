@@ -13,6 +13,9 @@ from torch import Tensor, nn
 
 from anisoscope.errors import LayoutError
 
+PROBE_SEED = 0
+PROBE_SHAPE = (2, 8)
+
 
 @dataclass(kw_only=True)
 class Call:
@@ -109,6 +112,23 @@ def _device_of(module: nn.Module) -> torch.device:
     # Offloaded weights are on `meta`; accelerate's own hooks then move the input on.
     devices = (weight.device for weight in module.parameters() if weight.device.type != "meta")
     return next(devices, torch.device("cpu"))
+
+
+def make_probe(module: nn.Module, tokenizer: Any = None) -> Int[Tensor, "b t"]:
+    """Two different windows of eight seeded random tokens, none of them special as far as is known."""
+    config: Any = getattr(module, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    sizes = [getattr(text, "vocab_size", None), len(tokenizer) if hasattr(tokenizer, "__len__") else None]
+    embedded = [part.num_embeddings for part in module.modules() if isinstance(part, nn.Embedding)]
+    size = min((size for size in sizes if size), default=max(embedded, default=PROBE_SHAPE[1]))
+    declared = config.to_dict() if hasattr(config, "to_dict") else {}
+    special = {
+        declared[key] for key in declared if key.endswith(("token_id", "token_index")) and declared[key] in range(size)
+    }
+    special |= set(getattr(tokenizer, "all_special_ids", ()))
+    usable = torch.tensor([token for token in range(size) if token not in special] or list(range(size)))
+    generator = torch.Generator().manual_seed(PROBE_SEED)
+    return usable[torch.randint(len(usable), PROBE_SHAPE, generator=generator)]
 
 
 def trace_module(module: nn.Module, probe_ids: Int[Tensor, "b t"]) -> Trace:

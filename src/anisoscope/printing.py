@@ -1,0 +1,281 @@
+"""Units, listings and layouts as terminal tables."""
+
+import math
+import platform
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from anisoscope.errors import SpecError
+from anisoscope.owners import list_owners
+from anisoscope.records import Record, Unit, site_order
+from anisoscope.store import Store
+
+_BARS = "▁▂▃▄▅▆▇█"
+# A table that is piped or saved is not cut to the 80 columns of a terminal nobody looks at.
+_PIPED_WIDTH = 160
+
+
+def _console() -> Console:
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=_PIPED_WIDTH)
+
+
+def format_value(value: float | None) -> str:
+    """Three significant digits; a dash where there is no number."""
+    if value is None or math.isnan(value):
+        return "–"
+    if value != 0 and not 1e-3 <= abs(value) < 1e5:
+        return f"{value:.1e}"
+    digits = max(0, 2 - math.floor(math.log10(abs(value)))) if value else 2
+    return f"{value:.{min(digits, 4)}f}"
+
+
+def format_spread(record: Record) -> str:
+    """Value ± spread."""
+    value = format_value(record.value)
+    return value if math.isnan(record.spread) else f"{value} ±{format_value(record.spread)}"
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """A profile in one line, from the lowest to the highest value; blanks where there is none."""
+    known = [value for value in values if not math.isnan(value)]
+    if not known:
+        return ""
+    low, height = min(known), (max(known) - min(known)) or 1.0
+    return "".join(" " if math.isnan(v) else _BARS[min(7, int(8 * (v - low) / height))] for v in values)
+
+
+def print_unit(unit: Unit, *, full: bool = False) -> None:
+    """A model's table: a line per estimator and population, with its profile over the blocks."""
+    console = _console()
+    spec, records = unit.spec, unit.records
+    kind = records[0].kind if records else ""
+    console.print(Text(f"\n{spec.model}" + (f" @ {spec.revision}" if spec.revision else ""), style="bold"), Text(kind))
+    console.print(
+        Text(
+            f"{spec.corpus} · {unit.provenance['windows']} windows of {spec.seq_len} tokens · batches of at least "
+            f"{spec.batch_points} points · {spec.dtype} · key {unit.key}"
+        )
+    )
+    stacks = list(dict.fromkeys(record.stack for record in records if record.site != "output"))
+    for stack in stacks:
+        here = [record for record in records if record.stack == stack and record.site != "output"]
+        console.print(_full_table(here) if full else _profile_table(here, stack))
+    for record in records:
+        if record.site == "output":
+            tail = f" ({record.note})" if record.note else f" nats per token, {record.points} tokens"
+            console.print(Text(f"{record.metric} {format_spread(record)}{tail}"))
+    for note in _notes(unit):
+        console.print(Text(f"note: {note}"))
+
+
+def _notes(unit: Unit) -> list[str]:
+    """What is worth knowing about the unit, then what single records say, one line per sentence."""
+    places: dict[str, list[str]] = {}
+    for record in unit.records:
+        if record.note and record.site != "output":
+            places.setdefault(record.note, []).append(f"{record.metric} [{record.population}] at {record.site}")
+    single = [
+        f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: {note}" for note, names in places.items()
+    ]
+    return [*unit.provenance["notes"], *single]
+
+
+def _profile_table(records: Sequence[Record], stack: str | None) -> Table:
+    table = Table(title=stack, title_justify="left", box=None, pad_edge=False)
+    for name, side in (
+        ("estimator", "left"),
+        ("population", "left"),
+        ("over blocks", "left"),
+        ("embed", "right"),
+        ("lowest block", "right"),
+        ("highest block", "right"),
+        ("last block", "right"),
+        ("final_norm", "right"),
+        ("null", "right"),
+        ("points", "right"),
+    ):
+        table.add_column(name, justify=side, no_wrap=True)
+    for metric, population in dict.fromkeys((record.metric, record.population) for record in records):
+        rows = [record for record in records if (record.metric, record.population) == (metric, population)]
+        by_site = {record.site: record for record in rows}
+        blocks = sorted((row for row in rows if row.depth is not None), key=lambda row: site_order(row.site))
+        known = [row for row in blocks if not math.isnan(row.value)] or blocks
+        low = min(known, key=lambda row: row.value, default=None)
+        high = max(known, key=lambda row: row.value, default=None)
+        shown = high or rows[0]
+        table.add_row(
+            metric,
+            population,
+            sparkline([row.value for row in blocks]),
+            _cell(by_site.get("embed")),
+            _cell(low, named=True),
+            _cell(high, named=True),
+            _cell(blocks[-1] if blocks else None),
+            _cell(by_site.get("final_norm")),
+            format_value(shown.null),
+            f"{shown.batches} × {round(shown.points / max(shown.batches, 1))}",
+        )
+    return table
+
+
+def _cell(record: Record | None, *, named: bool = False) -> str:
+    if record is None:
+        return ""
+    return f"{format_spread(record)} @{record.site.removeprefix('block.')}" if named else format_spread(record)
+
+
+def _full_table(records: Sequence[Record]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for name in ("site", "estimator", "population", "value", "spread", "null", "points", "dropped", "excluded", "note"):
+        table.add_column(name, justify="left" if name in ("site", "estimator", "population", "note") else "right")
+    for row in sorted(records, key=lambda row: (row.metric, row.population, site_order(row.site))):
+        numbers = (format_value(row.value), format_value(row.spread), format_value(row.null))
+        counts = (str(row.points), str(row.dropped), str(row.excluded))
+        table.add_row(row.site, row.metric, row.population, *numbers, *counts, Text(row.note or ""))
+    return table
+
+
+def print_owners(unit: Unit) -> None:
+    """Per site, the ten tokens and ten coordinates that own the leading axis."""
+    console = _console()
+    console.print(Text("\nWho owns the leading axis (share of λ₁ in the token's batch, population all)", style="bold"))
+    listed = list_owners(unit.attachments)
+    if not listed:
+        console.print("nobody: leading_variance was not measured")
+    for site in listed:
+        stack = f"{site['stack']} " if site["stack"] else ""
+        share = site["first_position_share"]
+        console.print(Text(f"{stack}{site['site']}: first positions of the windows own {share:.1%} together", style="bold"))
+        tokens = ", ".join(
+            f"{row['text']!r} {row['share']:.1%} (position {row['position']}, {row['document']})" for row in site["tokens"]
+        )
+        coordinates = ", ".join(f"{row['coordinate']} {row['share']:.1%}" for row in site["coordinates"])
+        console.print(Text(f"  tokens       {tokens}"))
+        console.print(Text(f"  coordinates  {coordinates}"))
+
+
+def listing(what: str) -> list[dict[str, Any]]:
+    """The rows of `ls`."""
+    if what == "metrics":
+        from anisoscope.metrics import all_metrics
+
+        return [
+            {
+                "family": item.family,
+                "metric": item.name,
+                "version": item.version,
+                "null": item.null,
+                "populations": ",".join(item.populations),
+                "cite": item.cite,
+                "what": item.summary,
+            }
+            for item in all_metrics().values()
+        ]
+    if what == "models":
+        from anisoscope.layout import FAMILIES
+
+        return [{"kind": kind, "families": ", ".join(names)} for kind, names in FAMILIES.items()]
+    if what == "corpora":
+        from anisoscope.text import CORPORA
+
+        return [{"corpus": name, "what": text} for name, text in CORPORA.items()]
+    if what == "protocols":
+        from anisoscope.protocols import load_protocol, protocol_names
+
+        papers = [load_protocol(name) for name in protocol_names()]
+        return [{"protocol": p.name, "what": p.title, "models": len(p.models), "cite": p.cite} for p in papers]
+    raise SpecError(f"ls lists metrics, models, corpora or protocols; came {what!r}")
+
+
+def print_listing(what: str, rows: Sequence[dict[str, Any]]) -> None:
+    """A listing as a table, and a sentence on what it does not say."""
+    console = _console()
+    table = Table(box=None, pad_edge=False)
+    for name in rows[0]:
+        table.add_column(name)
+    for row in rows:
+        table.add_row(*(Text(str(value)) for value in row.values()))
+    console.print(table)
+    if what == "models":
+        console.print(
+            "\nThese families are tested. Any other transformers model works where its blocks and final norm are found and "
+            "proven\nat load: `anisoscope doctor MODEL` tells. A hub name, a local folder or a .gguf file."
+        )
+
+
+def print_status(store: Store) -> None:
+    """Done and failed units of a run."""
+    console = _console()
+    table = Table(box=None, pad_edge=False)
+    for name in ("unit", "model", "revision", "corpus", "records", "measured", "state"):
+        table.add_column(name)
+    for key in sorted(store.keys()):
+        unit = store.get(key)
+        spec = unit.spec
+        told = (key, spec.model, spec.revision or "", spec.corpus, str(len(unit.records)), unit.provenance["time"], "done")
+        table.add_row(*map(Text, told))
+    failures = store.failures()
+    for row in failures:
+        spec = row["spec"]
+        told = (row["key"], spec["model"], spec["revision"] or "", spec["corpus"], "", row["time"])
+        table.add_row(*map(Text, told), Text(f"failed: {row['error']}: {row['message']}"))
+    console.print(table)
+    console.print(f"{len(store.keys())} done, {len(failures)} failed")
+
+
+def print_environment() -> None:
+    """What is installed, and what each missing part would be good for."""
+    import torch
+
+    console = _console()
+    table = Table(box=None, pad_edge=False)
+    for name in ("what", "found", "for"):
+        table.add_column(name)
+    table.add_row("python", platform.python_version(), "")
+    for package, purpose in (
+        ("anisoscope", ""),
+        ("torch", ""),
+        ("transformers", ""),
+        ("pyarrow", ""),
+        ("accelerate", "--device-map and .gguf files: pip install 'anisoscope[gguf]'"),
+        ("gguf", ".gguf files: pip install 'anisoscope[gguf]'"),
+        ("datasets", "hf:DATASET corpora: pip install 'anisoscope[data]'"),
+    ):
+        try:
+            found = version(package)
+        except PackageNotFoundError:
+            found = "not installed"
+        table.add_row(package, found, Text(purpose))
+    devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] or ["cpu only"]
+    table.add_row("device", ", ".join(devices), f"{torch.get_num_threads()} threads")
+    console.print(table)
+
+
+def print_layout(model: Any) -> None:
+    """The sites of a loaded model and what was proven about them."""
+    console = _console()
+    console.print(Text(f"{model.name}: {model.kind}, loss head: {model.head or 'none'}, weights {model.weights[:16]}"))
+    for stack in model.layout.stacks:
+        title = f"{stack.name} stack" if stack.name else None
+        table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+        table.add_column("site")
+        table.add_column("is")
+        table.add_row("embed", Text(f"input of {stack.blocks[0]}"))
+        for number, path in enumerate(stack.blocks):
+            call = stack.blocks[:number].count(path)
+            table.add_row(f"block.{number}", Text(f"output of {path}" + (f", call {call + 1}" if call else "")))
+        table.add_row(
+            "final_norm",
+            Text(f"output of {stack.final_norm}" if stack.final_norm else "none: the stack ends with its last block"),
+        )
+        console.print(table)
+    for check in model.checks:
+        console.print(Text(f"proven: {check}"))
+    for note in model.notes:
+        console.print(Text(f"note: {note}"))
