@@ -19,9 +19,10 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
-from anisoscope import text
+from anisoscope import corpora
+from anisoscope.corpora import CORPORA, Corpus, load_corpus
 from anisoscope.errors import CorpusError, MissingPackageError, SpecError
-from anisoscope.text import CORPORA, Corpus, draw_windows, load_corpus, token_frequencies
+from anisoscope.text import draw_windows, token_frequencies
 
 
 @pytest.fixture(autouse=True)
@@ -350,7 +351,7 @@ def test_a_large_dataset_is_sampled_from_all_its_rows_up_to_the_cap(tmp_path, mo
 
     rows = datasets.Dataset.from_dict({"words": [f"{row:05d} " * 2 for row in range(4000)]})
     rows.save_to_disk(tmp_path / "saved")
-    monkeypatch.setattr(text, "HUB_CHARACTERS", 4000)
+    monkeypatch.setattr(corpora, "HUB_CHARACTERS", 4000)
     corpus = load_corpus(f"hf:{tmp_path / 'saved'}")
     numbers = [int(document[:5]) for document in corpus.documents]
     assert numbers == sorted(numbers)
@@ -374,7 +375,7 @@ def test_datasets_missing_is_told_with_the_command(monkeypatch):
 
 def test_pydoc_reads_the_standard_library_without_importing_it():
     code = (
-        "import sys; from anisoscope.text import load_corpus; corpus = load_corpus('pydoc');"
+        "import sys; from anisoscope.corpora import load_corpus; corpus = load_corpus('pydoc');"
         "assert not {'antigravity', 'this', 'turtle', 'datasets', 'torch', 'transformers'} & set(sys.modules);"
         "print(corpus.hash)"
     )
@@ -501,7 +502,7 @@ def test_enwik8_is_downloaded_once_and_checked(tmp_path, monkeypatch):
     monkeypatch.setattr(urllib.request, "urlopen", serve)
     with pytest.raises(CorpusError, match="not enwik8"):
         load_corpus("enwik8")
-    monkeypatch.setattr(text, "ENWIK8_SHA256", hashlib.sha256(raw).hexdigest())
+    monkeypatch.setattr(corpora, "ENWIK8_SHA256", hashlib.sha256(raw).hexdigest())
     assert load_corpus("enwik8") == load_corpus("enwik8")
     assert asked == [text.ENWIK8_URL] * 2
     assert sorted(path.name.split("-")[0] for path in text._cache_folder().iterdir()) == ["enwik8", "enwik8.zip"]

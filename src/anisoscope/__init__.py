@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from anisoscope.errors import AnisoscopeError as AnisoscopeError
+    from anisoscope.estimates import estimate as estimate
     from anisoscope.records import Estimate as Estimate
     from anisoscope.records import Record as Record
     from anisoscope.records import Spec as Spec
     from anisoscope.records import Unit as Unit
     from anisoscope.store import Store as Store
-    from anisoscope.estimates import estimate as estimate
     from anisoscope.walk import measure as measure
 
 __version__ = "0.1.0"
@@ -29,7 +29,17 @@ _ROOM_OF = {
     "measure": "walk",
 }
 
-__all__ = ["__version__", *_ROOM_OF]
+__all__ = [
+    "AnisoscopeError",
+    "Estimate",
+    "Record",
+    "Spec",
+    "Store",
+    "Unit",
+    "__version__",
+    "estimate",
+    "measure",
+]
 
 
 def __getattr__(name: str) -> Any:

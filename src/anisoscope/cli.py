@@ -91,7 +91,9 @@ def _numbers(text: str | None) -> tuple[int, ...] | None:
 def measure(
     models: Annotated[
         list[str] | None,
-        typer.Argument(metavar="MODEL...", help="Hub name, local folder or .gguf file; may be left out with --protocol."),
+        typer.Argument(
+            metavar="MODEL...", help="Hub name, local folder or .gguf file; may be left out with --protocol."
+        ),
     ] = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub model.")] = None,
     corpus: Annotated[
@@ -123,9 +125,7 @@ def measure(
     device_map: Annotated[
         str | None, typer.Option(help="auto: spread a model over devices and memory (accelerate).")
     ] = None,
-    batch_size: Annotated[
-        str, typer.Option(help="Windows in a forward pass; halved when memory runs out.")
-    ] = "auto",
+    batch_size: Annotated[str, typer.Option(help="Windows in a forward pass; halved when memory runs out.")] = "auto",
     owners: Annotated[bool, typer.Option("--owners", help="List who owns the leading axis of each site.")] = False,
     full: Annotated[bool, typer.Option("--full", help="Print every record as a row.")] = False,
     trust_remote_code: Annotated[
@@ -134,7 +134,9 @@ def measure(
     allow_pickle: Annotated[
         bool, typer.Option("--allow-pickle", help="Load pickled weights where there are no safetensors.")
     ] = False,
-    output: Annotated[Path | None, typer.Option("--output", "-o", metavar="RUN", help="Folder to store units in.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="RUN", help="Folder to store units in.")
+    ] = None,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -219,8 +221,8 @@ def _batch_size(text: str) -> int | None:
 
 def _measure_all(specs: list[Spec], run: dict[str, Any], output: Path | None) -> tuple[list[Any], int]:
     """Measure one model after another; the units, and the exit code of the first that failed (0: none)."""
+    from anisoscope.corpora import load_corpus
     from anisoscope.store import Store
-    from anisoscope.text import load_corpus
     from anisoscope.walk import measure, resolve
 
     store = None if output is None else Store(output)
@@ -281,7 +283,9 @@ def list_things(
 
 @app.command()
 def status(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")], as_json: Json = False, debug: Debug = False
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
+    as_json: Json = False,
+    debug: Debug = False,
 ) -> None:
     """Say which units of a run are done and which failed."""
     with _reporting(debug):
@@ -343,9 +347,9 @@ def demo(
     """Measure two small untrained models on Python's own documentation, offline."""
     with _reporting(debug):
         from anisoscope import printing
+        from anisoscope.corpora import load_corpus
         from anisoscope.lab import build_untrained
         from anisoscope.store import Store
-        from anisoscope.text import load_corpus
         from anisoscope.walk import measure
 
         store = Store(output)
@@ -354,7 +358,9 @@ def demo(
         corpus = load_corpus("pydoc")
         for kind in ("decoder", "encoder"):
             model = build_untrained(kind, corpus)
-            spec = Spec(model=model.name, tokens=tokens, metrics=("leading_variance", "mean_cosine", "isoscore", "twonn"))
+            spec = Spec(
+                model=model.name, tokens=tokens, metrics=("leading_variance", "mean_cosine", "isoscore", "twonn")
+            )
             unit = measure(spec, model=model.module, tokenizer=model.tokenizer, corpus=corpus)
             store.put(unit)
             printing.print_unit(unit)

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import cached_property
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
@@ -38,7 +39,8 @@ class Tokens:
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> "Tokens":
         held = {item.name: getattr(self, item.name) for item in fields(self)}
-        return Tokens(**{name: None if values is None else change(values) for name, values in held.items()})
+        changed: Any = {name: None if values is None else change(values) for name, values in held.items()}
+        return Tokens(**changed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,9 +124,9 @@ def select_population(
     """Which points of a batch make up a population.
 
     `all`: every token. `content`: no special tokens, no first position of a window. `typical`: `content` without tokens
-    whose norm at this site exceeds max(median + k · 1.4826 · MAD, 2 · median) over the batch. `types`: one seeded random
-    occurrence of each token id among `content`. `matched`: a seeded random subset of `all` with as many points as
-    `types`, so that what repeats do and what sample size does can be told apart.
+    whose norm at this site exceeds max(median + k · 1.4826 · MAD, 2 · median) over the batch. `types`: one seeded
+    random occurrence of each token id among `content`. `matched`: a seeded random subset of `all` with as many points
+    as `types`, so that what repeats do and what sample size does can be told apart.
     """
     everything = torch.arange(len(points), device=points.device)
     if name == "all":
@@ -158,4 +160,3 @@ def typical_limit(norms: Float[Tensor, " n"], k: float) -> Float[Tensor, ""]:
     median = norms.median()
     spread = MAD_TO_STD * (norms - median).abs().median()
     return torch.maximum(median + k * spread, 2 * median)
-

@@ -1,4 +1,4 @@
-"""From a cloud to Estimates: a metric on each batch, then mean, spread and null. The side door for a matrix of your own."""
+"""From clouds to Estimates: a metric on each batch, then mean, spread and null; the side door for your own matrix."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -104,7 +104,9 @@ def estimate(
     wanted = neighbors_wanted(found, settings)
     clouds = [Cloud(points=matrix[index], neighbor_count=wanted) for index in batches]
     return {
-        metric.name: summarize([evaluate(cloud, metric, settings) for cloud in clouds], metric, matrix.shape[1], settings)
+        metric.name: summarize(
+            [evaluate(cloud, metric, settings) for cloud in clouds], metric, matrix.shape[1], settings
+        )
         for metric in found
     }
 

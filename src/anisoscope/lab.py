@@ -5,8 +5,8 @@ from typing import Any, Literal
 
 import torch
 
+from anisoscope.corpora import Corpus
 from anisoscope.errors import SpecError
-from anisoscope.text import Corpus
 
 VOCABULARY = 2048
 # Characters of the corpus a small tokenizer learns from: enough for 2,048 entries, read in about a second.
@@ -34,7 +34,15 @@ def build_untrained(kind: Literal["decoder", "encoder"], corpus: Corpus, *, seed
         torch.manual_seed(seed)
         if kind == "decoder":
             module: torch.nn.Module = GPT2LMHeadModel(
-                GPT2Config(vocab_size=VOCABULARY, n_layer=6, n_embd=128, n_head=4, n_positions=512)
+                GPT2Config(
+                    vocab_size=VOCABULARY,
+                    n_layer=6,
+                    n_embd=128,
+                    n_head=4,
+                    n_positions=512,
+                    bos_token_id=tokenizer.bos_token_id,
+                    eos_token_id=tokenizer.eos_token_id,
+                )
             )
         else:
             module = BertForMaskedLM(

@@ -29,6 +29,9 @@ from anisoscope.trace import is_encoder_decoder, make_probe, trace_module
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
+# What defines a saved model besides its weights.
+_DEFINING = ("config.json", "tokenizer*", "vocab*", "merges.txt", "spiece.model", "special_tokens_map.json")
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Model:
@@ -164,10 +167,11 @@ def _assemble(
 
 
 def hash_weights(name: str, *, revision: str | None = None) -> str:
-    """What identifies the weights before they are loaded.
+    """What identifies a model before it is loaded.
 
-    A hub model: its commit. A folder or `.gguf` file: SHA-256 over the names and contents of the weight files that
-    would be loaded (safetensors where there are any, else pickled ones).
+    A hub model: its commit. A `.gguf` file: its SHA-256. A folder: SHA-256 over the names and contents of the weight
+    files that would be loaded (safetensors where there are any, else pickled ones), the config and the tokenizer, since
+    an edited config changes numbers as surely as other weights.
     """
     path = Path(name)
     if path.is_file():
@@ -178,7 +182,7 @@ def hash_weights(name: str, *, revision: str | None = None) -> str:
         files = sorted(path.glob("*.safetensors")) or sorted(path.glob("pytorch_model*.bin"))
         if not files:
             raise ModelError(f"{name} has no weight files (*.safetensors): is it the folder of a saved model?")
-        return _hash_files(files)
+        return _hash_files([*files, *sorted(file for pattern in _DEFINING for file in path.glob(pattern))])
     return _find_commit(name, revision)
 
 

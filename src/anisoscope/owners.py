@@ -4,9 +4,8 @@ With v the leading axis of a batch and pᵢ = (xᵢ - mean) · v, token i owns p
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
@@ -36,8 +35,9 @@ class AxisOwners:
         shares = (cloud.centred.points.double() @ axis).square()
         shares = shares / shares.sum()
         top = shares.topk(min(LISTED, len(shares)))
-        rows = zip(top.values, tokens.ids[top.indices], tokens.positions[top.indices], tokens.documents[top.indices])
-        self.tokens += [(float(share), int(i), int(p), int(d)) for share, i, p, d in rows]
+        facts = (tokens.ids[top.indices], tokens.positions[top.indices], tokens.documents[top.indices])
+        rows = zip(top.values.tolist(), *(values.tolist() for values in facts), strict=True)
+        self.tokens += list(rows)
         self.tokens = sorted(self.tokens, reverse=True)[:LISTED]
         self.first_position.append(float(shares[tokens.positions == 0].sum()))
         own = axis.square().cpu() * leading
@@ -45,7 +45,7 @@ class AxisOwners:
         self.weight += leading
 
     def attach(self, prefix: str, decode: Callable[[int], str], titles: Sequence[str]) -> dict[str, np.ndarray]:
-        """Arrays for the unit's attachments; texts as UTF-8 JSON."""
+        """Arrays for the unit's attachments, which `Unit.owners` reads; texts as UTF-8 JSON."""
         if self.coordinates is None:
             return {}
         top = (self.coordinates / self.weight).topk(min(LISTED, len(self.coordinates)))
@@ -61,31 +61,3 @@ class AxisOwners:
             f"{prefix}.coordinates": top.indices.numpy(),
             f"{prefix}.coordinate_shares": top.values.numpy(),
         }
-
-
-def list_owners(attachments: Mapping[str, np.ndarray]) -> list[dict[str, Any]]:
-    """What `attach` wrote, one entry per site, for printing: also from a unit read back from a store."""
-    listed = []
-    for prefix in dict.fromkeys(
-        name.removesuffix(".shares") for name in attachments if name.startswith("owners/") and name.endswith(".shares")
-    ):
-        part = {name.removeprefix(f"{prefix}."): values for name, values in attachments.items()}
-        texts = json.loads(part["texts"].tobytes().decode())
-        rows = zip(part["shares"], part["positions"], texts, strict=True)
-        _, stack, site = prefix.split("/")
-        listed.append(
-            {
-                "site": site,
-                "stack": stack or None,
-                "first_position_share": float(part["first_position_share"][0]),
-                "tokens": [
-                    {"share": float(share), "position": int(position), "text": text, "document": title}
-                    for share, position, (text, title) in rows
-                ],
-                "coordinates": [
-                    {"share": float(share), "coordinate": int(j)}
-                    for share, j in zip(part["coordinate_shares"], part["coordinates"], strict=True)
-                ],
-            }
-        )
-    return listed

@@ -11,7 +11,6 @@ from rich.table import Table
 from rich.text import Text
 
 from anisoscope.errors import SpecError
-from anisoscope.owners import list_owners
 from anisoscope.records import Record, Unit, site_order
 from anisoscope.store import Store
 
@@ -88,19 +87,10 @@ def _notes(unit: Unit) -> list[str]:
 
 def _profile_table(records: Sequence[Record], stack: str | None) -> Table:
     table = Table(title=stack, title_justify="left", box=None, pad_edge=False)
-    for name, side in (
-        ("estimator", "left"),
-        ("population", "left"),
-        ("over blocks", "left"),
-        ("embed", "right"),
-        ("lowest block", "right"),
-        ("highest block", "right"),
-        ("last block", "right"),
-        ("final_norm", "right"),
-        ("null", "right"),
-        ("points", "right"),
-    ):
-        table.add_column(name, justify=side, no_wrap=True)
+    for name in ("estimator", "population", "over blocks"):
+        table.add_column(name, no_wrap=True)
+    for name in ("embed", "lowest block", "highest block", "last block", "final_norm", "null", "points"):
+        table.add_column(name, justify="right", no_wrap=True)
     for metric, population in dict.fromkeys((record.metric, record.population) for record in records):
         rows = [record for record in records if (record.metric, record.population) == (metric, population)]
         by_site = {record.site: record for record in rows}
@@ -145,15 +135,18 @@ def print_owners(unit: Unit) -> None:
     """Per site, the ten tokens and ten coordinates that own the leading axis."""
     console = _console()
     console.print(Text("\nWho owns the leading axis (share of λ₁ in the token's batch, population all)", style="bold"))
-    listed = list_owners(unit.attachments)
+    listed = unit.owners()
     if not listed:
         console.print("nobody: leading_variance was not measured")
     for site in listed:
         stack = f"{site['stack']} " if site["stack"] else ""
         share = site["first_position_share"]
-        console.print(Text(f"{stack}{site['site']}: first positions of the windows own {share:.1%} together", style="bold"))
+        console.print(
+            Text(f"{stack}{site['site']}: first positions of the windows own {share:.1%} together", style="bold")
+        )
         tokens = ", ".join(
-            f"{row['text']!r} {row['share']:.1%} (position {row['position']}, {row['document']})" for row in site["tokens"]
+            f"{row['text']!r} {row['share']:.1%} (position {row['position']}, {row['document']})"
+            for row in site["tokens"]
         )
         coordinates = ", ".join(f"{row['coordinate']} {row['share']:.1%}" for row in site["coordinates"])
         console.print(Text(f"  tokens       {tokens}"))
@@ -182,7 +175,7 @@ def listing(what: str) -> list[dict[str, Any]]:
 
         return [{"kind": kind, "families": ", ".join(names)} for kind, names in FAMILIES.items()]
     if what == "corpora":
-        from anisoscope.text import CORPORA
+        from anisoscope.corpora import CORPORA
 
         return [{"corpus": name, "what": text} for name, text in CORPORA.items()]
     if what == "protocols":
@@ -204,8 +197,8 @@ def print_listing(what: str, rows: Sequence[dict[str, Any]]) -> None:
     console.print(table)
     if what == "models":
         console.print(
-            "\nThese families are tested. Any other transformers model works where its blocks and final norm are found and "
-            "proven\nat load: `anisoscope doctor MODEL` tells. A hub name, a local folder or a .gguf file."
+            "\nThese families are tested. Any other transformers model works where its blocks and final norm are found "
+            "and proven\nat load: `anisoscope doctor MODEL` tells. A hub name, a local folder or a .gguf file."
         )
 
 
@@ -218,7 +211,15 @@ def print_status(store: Store) -> None:
     for key in sorted(store.keys()):
         unit = store.get(key)
         spec = unit.spec
-        told = (key, spec.model, spec.revision or "", spec.corpus, str(len(unit.records)), unit.provenance["time"], "done")
+        told = (
+            key,
+            spec.model,
+            spec.revision or "",
+            spec.corpus,
+            str(len(unit.records)),
+            unit.provenance["time"],
+            "done",
+        )
         table.add_row(*map(Text, told))
     failures = store.failures()
     for row in failures:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-# Raised whenever the meaning of an unchanged Spec changes, so that old units are measured again and never mixed with new.
+# Raised whenever the meaning of an unchanged Spec changes, so that old units are never taken for new ones.
 KEY_VERSION = 1
 
 POPULATIONS = ("all", "content", "typical", "types", "matched")
@@ -24,7 +24,7 @@ class Spec:
     model: str
     revision: str | None = None
     weights: str | None = None
-    """Commit hash of a hub model, or SHA-256 of local weight files; found before the key is made."""
+    """Commit hash of a hub model, or SHA-256 of the local files that define it; found before the key is made."""
     run: str | None = None
     """Name of a training; only for units measured live."""
     step: int | None = None
@@ -59,6 +59,11 @@ class Spec:
     gradients: tuple[str, ...] = ()
     controls: tuple[str, ...] = ()
 
+    def __post_init__(self) -> None:
+        # Lists, as TOML and notebooks give them, are as good as tuples but would not be hashable.
+        for item in fields(self):
+            object.__setattr__(self, item.name, _as_tuple(getattr(self, item.name)))
+
     def canonical(self) -> str:
         """The Spec as JSON that does not depend on the order of its fields."""
         return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"), ensure_ascii=False)
@@ -70,7 +75,7 @@ class Spec:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Spec":
-        """The Spec that `canonical` wrote (lists become tuples again)."""
+        """The Spec that `canonical` wrote."""
         return cls(**{name: _as_tuple(value) for name, value in values.items()})
 
 
@@ -205,3 +210,22 @@ class Unit:
     def key(self) -> str:
         """The key of its Spec."""
         return self.spec.key
+
+    def owners(self) -> list[dict[str, Any]]:
+        """Who owns the leading axis, one entry per site: tokens, coordinates, and what first positions own together."""
+        prefixes = (name.removesuffix(".shares") for name in self.attachments if name.endswith(".shares"))
+        return [self._owners_at(prefix) for prefix in prefixes]
+
+    def _owners_at(self, prefix: str) -> dict[str, Any]:
+        part = {name.removeprefix(f"{prefix}."): values for name, values in self.attachments.items()}
+        _, stack, site = prefix.split("/")
+        texts = json.loads(part["texts"].tobytes().decode())
+        tokens = zip(part["shares"].tolist(), part["positions"].tolist(), texts, strict=True)
+        coordinates = zip(part["coordinate_shares"].tolist(), part["coordinates"].tolist(), strict=True)
+        return {
+            "site": site,
+            "stack": stack or None,
+            "first_position_share": float(part["first_position_share"][0]),
+            "tokens": [{"share": s, "position": p, "text": text, "document": title} for s, p, (text, title) in tokens],
+            "coordinates": [{"share": share, "coordinate": number} for share, number in coordinates],
+        }

@@ -141,7 +141,9 @@ class Store:
         """What is known of the units that failed and have not succeeded since."""
         paths = sorted(self.folder.glob("*.failed.json")) if self.folder.is_dir() else []
         failed = (path for path in paths if path.name.removesuffix(".failed.json") not in self)
-        return [{"key": path.name.removesuffix(".failed.json"), **json.loads(path.read_text("utf-8"))} for path in failed]
+        return [
+            {"key": path.name.removesuffix(".failed.json"), **json.loads(path.read_text("utf-8"))} for path in failed
+        ]
 
     def _parts(self) -> Iterator[Path]:
         if self.folder.is_dir():

@@ -16,15 +16,16 @@ from torch import Tensor
 import anisoscope
 from anisoscope.capture import capture, token_losses
 from anisoscope.cloud import Cloud, Tokens, select_population
+from anisoscope.corpora import Corpus, load_corpus
 from anisoscope.errors import ModelError, SpecError
 from anisoscope.estimates import Evaluated, check_finite, check_settings, deal, evaluate, neighbors_wanted, summarize
 from anisoscope.layout import select_sites
 from anisoscope.metrics import Metric, find_metrics
 from anisoscope.models import Model, adopt_model, hash_weights, load_model
 from anisoscope.owners import AxisOwners
-from anisoscope.progress import Progress, show_progress
+from anisoscope.progress import Advance, show_progress
 from anisoscope.records import POPULATIONS, Estimate, Record, Site, Spec, Unit, step_of
-from anisoscope.text import Corpus, Windows, draw_windows, load_corpus
+from anisoscope.text import Windows, draw_windows
 
 # The points of this many batches are pooled and dealt out again, so that a batch holds points of many documents.
 POOLED_BATCHES = 4
@@ -161,9 +162,7 @@ def plan_pools(windows: int, seq_len: int, batch_points: int) -> list[_Pool]:
 class _Walk:
     """One run of `measure`: what is accumulated while the pools go by."""
 
-    def __init__(
-        self, spec: Spec, model: Model, corpus: Corpus, windows: Windows, batch_size: int | None
-    ) -> None:
+    def __init__(self, spec: Spec, model: Model, corpus: Corpus, windows: Windows, batch_size: int | None) -> None:
         self.spec, self.model, self.corpus, self.windows = spec, model, corpus, windows
         self.settings = _settings(spec)
         metrics = find_metrics([name for name, _ in spec.metrics if isinstance(name, str)])
@@ -189,13 +188,13 @@ class _Walk:
         elif batches < POOLED_BATCHES:
             self.notes.append(f"{batches} batches in all: pooled and dealt, but from fewer than {POOLED_BATCHES}")
         start = time.time()
-        with show_progress(self.spec.model, total=count + batches * len(self.sites), shown=progress) as bar:
+        with show_progress(self.spec.model, total=count + batches * len(self.sites), shown=progress) as advance:
             for pool in pools:
-                self._measure_pool(pool, bar)
+                self._measure_pool(pool, advance)
         return self._unit(time.time() - start)
 
-    def _measure_pool(self, pool: _Pool, bar: Progress) -> None:
-        states, losses = self._run_model(pool, bar)
+    def _measure_pool(self, pool: _Pool, advance: Advance) -> None:
+        states, losses = self._run_model(pool, advance)
         points_in_pool = (pool.stop - pool.start) * self.windows.token_ids.shape[1]
         hands = deal(points_in_pool, pool.batches, _seed_for(self.spec.seed, pool.first))
         tokens = {stack.name: self._tokens(pool, stack.name, losses) for stack in self.model.layout.stacks}
@@ -220,7 +219,7 @@ class _Walk:
                     neighbor_count=self.neighbors,
                 )
                 self._measure_cloud(site, cloud, seed=_seed_for(self.spec.seed, number, 1))
-                bar.advance(1)
+                advance(1)
             previous[site.stack] = points
             self.dims[site] = points.shape[1]
             self.seconds[site] += time.time() - clock
@@ -246,7 +245,7 @@ class _Walk:
         if any(metric.name == "leading_variance" for metric in self.metrics):
             self.owners[site].add(cloud)
 
-    def _run_model(self, pool: _Pool, bar: Progress) -> tuple[dict[Site, Tensor], Tensor | None]:
+    def _run_model(self, pool: _Pool, advance: Advance) -> tuple[dict[Site, Tensor], Tensor | None]:
         """States (tokens, d) of every site and losses (tokens) of a pool, in window order."""
         parts: dict[Site, list[Tensor]] = defaultdict(list)
         losses: list[Tensor] = []
@@ -267,7 +266,7 @@ class _Walk:
             if loss is not None:
                 losses.append(loss.flatten())
             del captured
-            bar.advance(stop - start)
+            advance(stop - start)
             start = stop
         return {site: torch.cat(parts.pop(site)) for site in self.sites}, torch.cat(losses) if losses else None
 
@@ -289,10 +288,11 @@ class _Walk:
     def _tokens(self, pool: _Pool, stack: str | None, losses: Tensor | None) -> Tokens:
         part = slice(pool.start, pool.stop)
         ids, documents, special = (
-            torch.from_numpy(values[part]) for values in (self.windows.token_ids, self.windows.documents, self.windows.special)
+            torch.from_numpy(values[part])
+            for values in (self.windows.token_ids, self.windows.documents, self.windows.special)
         )
         if self.model.kind == "encoder-decoder" and stack == "decoder":
-            # The decoder reads the window shifted right: position p holds the token before p, position 0 the start token.
+            # The decoder reads the window shifted right: position 0 holds the start token, p the token before p.
             ids, documents, special = (torch.cat([rows[:, :1], rows[:, :-1]], 1) for rows in (ids, documents, special))
             special = special.clone()
             special[:, 0] = True
@@ -325,9 +325,7 @@ class _Walk:
             "checks": list(self.model.checks),
             "notes": list(dict.fromkeys(self.notes)),
         }
-        return Unit(
-            spec=self.spec, provenance=provenance, records=tuple(self._records()), attachments=attachments
-        )
+        return Unit(spec=self.spec, provenance=provenance, records=tuple(self._records()), attachments=attachments)
 
     def _decode(self, token: int) -> str:
         return self.model.tokenizer.convert_ids_to_tokens(token)

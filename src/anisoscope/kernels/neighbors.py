@@ -1,8 +1,8 @@
 """Exact distances to the nearest neighbours, and exact duplicates.
 
-Squared distances from a product, ‖x‖² + ‖y‖² - 2x·y, are cheap and lose all digits for close pairs. So they only screen:
-the distances that are returned are norms of differences of the points themselves, and each row carries a proof that no
-point outside its candidates could be nearer. Rows without a proof are searched again, at last by plain differences.
+Squared distances from a product, ‖x‖² + ‖y‖² - 2x·y, are cheap and lose all digits for close pairs. So they only
+screen: the distances that are returned are norms of differences of the points themselves, and each row carries a proof
+that no point outside its candidates could be nearer. Rows without one are searched again, at last by differences.
 """
 
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ class Unique:
 def drop_duplicates(points: Float[Tensor, "n d"]) -> Unique:
     """Find rows that repeat an earlier row exactly.
 
-    Rows are hashed to 64 bits and rows of one hash compared with the first of them, so equality is exact; -0.0 equals 0.0.
+    Rows are hashed to 64 bits and rows of one hash compared with the first, so equality is exact; -0.0 equals 0.0.
     """
     # Adding zero turns -0.0 into 0.0, whose bits differ.
     bits = (points.to(working_dtype(points.dtype)) + 0.0).contiguous()
@@ -91,8 +91,8 @@ def _search(raw: Tensor, rows: Tensor, k: int, centred: Centred) -> _Found:
     """Screen by products, refine by differences, and say which rows are proven.
 
     A screened squared distance is off by at most γ(‖x‖ + ‖y‖)², γ from the dot product's rounding. A point with
-    ‖y‖ > ‖x‖ + r_k is farther than r_k whatever its screened value; for all others ‖y‖ ≤ ‖x‖ + r_k bounds the error, so a
-    row is proven when its worst candidate screens above r_k² + γ(2‖x‖ + r_k)². Large outlier points do not weaken it.
+    ‖y‖ > ‖x‖ + r_k is farther than r_k whatever its screened value; for all others ‖y‖ ≤ ‖x‖ + r_k bounds the error, so
+    a row is proven when its worst candidate screens above r_k² + γ(2‖x‖ + r_k)². Outlier points do not weaken it.
     """
     n, d = raw.shape
     screen, unit = centred.points, centred.scale

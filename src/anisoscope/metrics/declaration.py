@@ -104,7 +104,7 @@ def metric(
             populations=populations,
             settings=settings,
             neighbors=neighbors,
-            min_points=min_points if callable(min_points) else lambda d, k: min_points,
+            min_points=_as_function(min_points),
             undefined=undefined,
             default=default,
         )
@@ -114,6 +114,10 @@ def metric(
         return declared
 
     return declare
+
+
+def _as_function(count: int | Callable[[int, int], int]) -> Callable[[int, int], int]:
+    return count if callable(count) else lambda d, k: count
 
 
 @functools.cache

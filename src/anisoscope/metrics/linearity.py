@@ -24,8 +24,8 @@ def procrustes_linearity(pair: Pair) -> Float[Tensor, ""]:
 
         procrustes_linearity = 1 - min_A ‖XA - Y‖²_F,   X, Y centred, each of unit Frobenius norm
 
-    1 when Y is a linear image of X. Fitted and scored on the same points, so even an independent Y scores d/(n - 1), the
-    null; NaN below 2d points. `procrustes_linearity_heldout` has no such floor. Deviation from the source: none.
+    1 when Y is a linear image of X. Fitted and scored on the same points, so even an independent Y scores d/(n - 1),
+    the null; NaN below 2d points. `procrustes_linearity_heldout` has no such floor. Deviation from the source: none.
     """
     span = _orthonormal_span(pair.source)
     return (span.T @ pair.target).square().sum() / pair.target.square().sum()

@@ -102,7 +102,9 @@ def _declare_gride(scale: int) -> Metric:
 
     gride.function.__doc__ = f"""Dimension from the distances to neighbours {near} and {scale}, by maximum likelihood.
 
-        0 = (N - 1)/d + (n₂ - n₁ - 1) Σ log μ / (1 - μ⁻ᵈ) - (n₂ - 1) Σ log μ,   μ = r_n₂ / r_n₁,   n₁ = {near}, n₂ = {scale}
+        0 = (N - 1)/d + (n₂ - n₁ - 1) Σ log μ / (1 - μ⁻ᵈ) - (n₂ - 1) Σ log μ,   μ = r_n₂ / r_n₁
+
+    with n₁ = {near} and n₂ = {scale}.
 
     The larger n₂, the coarser the scale: a curve over gride_2, gride_4, ... that stays level supports a dimension, one
     that moves says at which scale it was read. gride_2 is the uncensored maximum likelihood of TwoNN, (N - 1)/Σ log μ.
@@ -149,8 +151,8 @@ def levina_bickel(nearest: Neighbors, *, neighbors: int = 20) -> Float[Tensor, "
 
         1/d = mean over points of 1/(k - 1) Σ_{j<k} log(r_k / r_j)
 
-    Inverses are averaged, not dimensions (MacKay and Ghahramani's correction: the mean of the inverses is unbiased). The
-    zero term j = k is not counted. k is `neighbors` of the Spec, 20 by default.
+    Inverses are averaged, not dimensions (MacKay and Ghahramani's correction: the mean of the inverses is unbiased).
+    The zero term j = k is not counted. k is `neighbors` of the Spec, 20 by default.
     """
     logs = nearest.distances[:, :neighbors].log()
     return _finite(1 / (logs[:, -1:] - logs[:, :-1]).mean())

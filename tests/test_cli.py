@@ -1,0 +1,262 @@
+"""The command line as a user meets it: real processes, real exit codes."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from anisoscope.store import Store
+
+COMMAND = [sys.executable, "-c", "from anisoscope.cli import main; main()"]
+SMALL = ("--tokens", "2048", "--seq-len", "64", "--batch-points", "512")
+
+
+def call(*arguments: object, stdin: str | None = None, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*COMMAND, *map(str, arguments)], capture_output=True, text=True, input=stdin, env={**os.environ, **env}
+    )
+
+
+@pytest.fixture(scope="module")
+def measured(
+    saved_models: dict[str, Path], corpus_file: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    run = tmp_path_factory.mktemp("runs") / "one"
+    return run, call("measure", saved_models["decoder"], "--corpus", corpus_file, *SMALL, "--owners", "-o", run)
+
+
+def test_measure_prints_a_table_with_profile_spread_null_and_population(
+    measured: tuple[Path, subprocess.CompletedProcess[str]],
+) -> None:
+    _, done = measured
+    assert done.returncode == 0, done.stderr
+    line = next(line for line in done.stdout.splitlines() if line.startswith("leading_variance") and "typical" in line)
+    assert re.search(r"[▁▂▃▄▅▆▇█]{6}", line)
+    assert line.count("±") == 5
+    assert "4 × " in line
+    for word in ("estimator", "population", "null", "embed", "final_norm", "twonn", "matched", "loss"):
+        assert word in done.stdout
+    assert "first positions of the windows own" in done.stdout
+    assert "Traceback" not in done.stderr
+
+
+def test_a_unit_is_stored_and_not_measured_twice(
+    measured: tuple[Path, subprocess.CompletedProcess[str]], saved_models: dict[str, Path], corpus_file: Path
+) -> None:
+    run, _ = measured
+    assert len(Store(run).keys()) == 1
+    before = {path: path.stat().st_mtime_ns for path in run.iterdir()}
+    again = call("measure", saved_models["decoder"], "--corpus", corpus_file, *SMALL, "-o", run)
+    assert again.returncode == 0
+    assert "already in" in again.stderr
+    assert {path: path.stat().st_mtime_ns for path in run.iterdir()} == before
+
+
+def test_json_is_an_array_of_records_and_nothing_else(saved_models: dict[str, Path], corpus_file: Path) -> None:
+    done = call(
+        "measure", saved_models["encoder"], "--corpus", corpus_file, *SMALL, "--metrics", "leading_variance,linearity",
+        "--json",
+    )  # fmt: skip
+    records = json.loads(done.stdout)
+    assert {row["metric"] for row in records} == {
+        "leading_variance",
+        "procrustes_linearity",
+        "procrustes_linearity_heldout",
+    }
+    embed = next(row for row in records if row["site"] == "embed" and row["metric"] == "procrustes_linearity")
+    assert embed["value"] is None
+    assert embed["note"]
+    assert done.stderr == ""
+
+
+def test_full_prints_every_record(saved_models: dict[str, Path], corpus_file: Path) -> None:
+    done = call(
+        "measure", saved_models["decoder"], "--corpus", corpus_file, *SMALL, "--metrics", "mean_cosine", "--full"
+    )
+    assert len([line for line in done.stdout.splitlines() if re.match(r"(embed|block\.\d|final_norm)\s", line)]) == 16
+
+
+def test_text_can_come_from_standard_input(saved_models: dict[str, Path], corpus_file: Path) -> None:
+    text = "\n\n".join(path.read_text() for path in sorted(corpus_file.iterdir()))
+    arguments = ("measure", saved_models["decoder"], "--corpus", "-", *SMALL, "--metrics", "mean_cosine", "--json")
+    done = call(*arguments, stdin=text)
+    assert done.returncode == 0, done.stderr
+    assert {row["corpus"] for row in json.loads(done.stdout)} == {"stdin"}
+
+
+def test_config_file_takes_flags_as_keys_and_flags_win(
+    tmp_path: Path, saved_models: dict[str, Path], corpus_file: Path
+) -> None:
+    config = tmp_path / "run.toml"
+    config.write_text(
+        f'model = "{saved_models["decoder"]}"\ncorpus = "{corpus_file}"\ntokens = 2048\nseq-len = 64\n'
+        'batch_points = 512\nmetrics = ["mean_cosine"]\nsites = ["block.1", "block.2"]\n'
+    )
+    done = call("measure", "--config", config, "--sites", "block.2", "--json")
+    assert done.returncode == 0, done.stderr
+    assert {row["site"] for row in json.loads(done.stdout)} == {"block.2"}
+    config.write_text("tokenz = 3\n")
+    wrong = call("measure", "m", "--config", config)
+    assert wrong.returncode == 2
+    assert "tokenz" in wrong.stderr
+
+
+def test_one_bad_model_among_good_ones_is_exit_three_and_nothing_is_lost(
+    tmp_path: Path, saved_models: dict[str, Path], corpus_file: Path
+) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(saved_models["decoder"], broken)
+    weights = broken / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    run = tmp_path / "run"
+    done = call(
+        "measure",
+        broken,
+        saved_models["decoder"],
+        "--corpus",
+        corpus_file,
+        *SMALL,
+        "--metrics",
+        "mean_cosine",
+        "-o",
+        run,
+    )
+    assert done.returncode == 3
+    assert "Traceback" not in done.stderr
+    store = Store(run)
+    assert len(store.keys()) == 1
+    assert [row["error"] for row in store.failures()] == ["ModelError"]
+    told = call("status", run)
+    assert "1 done, 1 failed" in told.stdout
+    assert "ModelError" in told.stdout
+    assert len(json.loads(call("status", run, "--json").stdout)["failed"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (("measure", "{decoder}", "--metrics", "twonnn"), 2, "did you mean twonn"),
+        (("measure", "{decoder}", "--populations", "most"), 2, "unknown population"),
+        (("measure", "{decoder}", "--dtype", "float99"), 2, "float99"),
+        (("measure", "{decoder}", "--sites", "block.77"), 2, "block.77"),
+        (("measure", "{decoder}", "--batch-size", "none"), 2, "--batch-size"),
+        (("measure", "{decoder}", "--protocol", "razzhigaev2024"), 2, "did you mean"),
+        (("measure", "{decoder}", "--tokens", "many"), 2, "many"),
+        (("measure",), 2, "at least one MODEL"),
+        (("measure", "{decoder}", "--corpus", "pydok"), 1, "Did you mean pydoc"),
+        (("measure", "{decoder}", "--corpus", "{empty}"), 1, "empty"),
+        (("measure", "{decoder}", "--corpus", "{binary}"), 1, "not UTF-8 at byte 4"),
+        (("measure", "no/such-model"), 1, "no/such-model"),
+        (("measure", "{decoder}", "-o", "{empty}"), 1, "cannot write to the run folder"),
+        (("measure", "{notokenizer}"), 1, "tokenizer"),
+        (("status", "nowhere"), 1, "no run folder"),
+        (("ls", "everything"), 2, "ls lists metrics"),
+        (("doctor", "no/such-model"), 1, "no/such-model"),
+        (("frobnicate",), 2, "frobnicate"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_the_right_exit_code(
+    arguments: tuple[str, ...],
+    code: int,
+    words: str,
+    tmp_path: Path,
+    saved_models: dict[str, Path],
+    corpus_file: Path,
+) -> None:
+    (tmp_path / "empty.txt").write_text(" \n")
+    (tmp_path / "binary.txt").write_bytes(b"good\xff\xfe")
+    bare = tmp_path / "bare"
+    shutil.copytree(saved_models["decoder"], bare)
+    for path in bare.glob("*token*"):
+        path.unlink()
+    places = {
+        "{decoder}": str(saved_models["decoder"]),
+        "{empty}": str(tmp_path / "empty.txt"),
+        "{binary}": str(tmp_path / "binary.txt"),
+        "{notokenizer}": str(bare),
+    }
+    filled = [places.get(word, word) for word in arguments]
+    if filled[0] == "measure" and "--corpus" not in filled:
+        filled += ["--corpus", str(corpus_file)]
+    done = call(*filled)
+    assert done.returncode == code, done.stderr
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+
+
+def test_debug_shows_the_traceback() -> None:
+    done = call("measure", "m", "--metrics", "twonnn", "--corpus", "pydok", "--debug")
+    assert done.returncode != 0
+    assert "Traceback" in done.stderr
+
+
+def test_an_interrupted_run_keeps_its_finished_units(
+    tmp_path: Path, saved_models: dict[str, Path], corpus_file: Path
+) -> None:
+    run = tmp_path / "run"
+    models = [str(saved_models["encoder"]), str(saved_models["decoder"])]
+    second = ("--tokens", "28672", "--seq-len", "64", "--batch-points", "512")
+    process = subprocess.Popen(
+        [*COMMAND, "measure", *models, "--corpus", str(corpus_file), *second, "-o", str(run)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.time() + 120
+    while not Store(run).keys() and time.time() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "interrupted; what was finished is kept" in errors
+    assert "Traceback" not in errors
+    (key,) = Store(run).keys()
+    assert Store(run).get(key).records
+
+
+def test_ls_lists_metrics_models_corpora_and_protocols() -> None:
+    metrics = json.loads(call("ls", "metrics", "--json").stdout)
+    assert {row["family"] for row in metrics} == {
+        "anisotropy",
+        "isotropy",
+        "intrinsic_dimension",
+        "linearity",
+        "output",
+    }
+    assert {"gride_64", "levina_bickel", "near_duplicate_rate", "loss"} <= {row["metric"] for row in metrics}
+    assert "razzhigaev2024-code" in call("ls", "protocols").stdout
+    assert "enwik8" in call("ls", "corpora").stdout
+    assert "Mamba" in call("ls", "models").stdout
+
+
+def test_doctor_shows_what_is_installed_and_proves_a_models_sites(saved_models: dict[str, Path]) -> None:
+    assert "transformers" in call("doctor").stdout
+    done = call("doctor", saved_models["decoder"])
+    assert done.returncode == 0, done.stderr
+    assert "output of transformer.h.5" in done.stdout
+    assert "output of transformer.ln_f" in done.stdout
+    assert done.stdout.count("proven:") >= 3
+    wrong = call("doctor", saved_models["decoder"], "--final-norm", "transformer.h.0.ln_1")
+    assert wrong.returncode == 1
+    assert "transformer.h.0.ln_1" in wrong.stderr
+
+
+def test_demo_runs_offline_and_says_that_its_models_are_untrained(tmp_path: Path) -> None:
+    done = call("demo", "-o", tmp_path / "demo", "--tokens", "4096")
+    assert done.returncode == 0, done.stderr
+    assert "UNTRAINED" in done.stderr
+    assert done.stdout.count("leading_variance") == 4
+    assert len(Store(tmp_path / "demo").keys()) == 2
+
+
+def test_version_and_help() -> None:
+    assert call("--version").stdout.startswith("anisoscope ")
+    assert "--owners" in call("measure", "--help").stdout

@@ -1,0 +1,207 @@
+"""The store: whole units or none, however a writer dies."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import fields, replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from anisoscope.errors import StoreError
+from anisoscope.records import Record, Spec, Unit
+from anisoscope.store import SCHEMA, Store
+
+
+def make_unit(model: str = "m", step: int | None = None, sites: tuple[str, ...] = ("block.0",)) -> Unit:
+    spec = Spec(model=model, step=step)
+    records = tuple(
+        Record(
+            key=spec.key,
+            model=model,
+            revision=None,
+            step=step,
+            tokens=None,
+            kind="decoder",
+            stack=None,
+            corpus="pydoc",
+            population="all",
+            site=site,
+            depth=0.5 if site.startswith("block") else None,
+            metric="twonn",
+            metric_version=1,
+            value=3.5,
+            spread=math.nan,
+            null=18.0,
+            batches=2,
+            points=100,
+            dropped=3,
+            excluded=0,
+            dim=8,
+            values=(3.0, math.nan),
+        )
+        for site in sites
+    )
+    return Unit(spec=spec, provenance={"time": "now", "notes": []}, records=records, attachments={"a": np.arange(3)})
+
+
+def test_a_unit_comes_back_as_it_was_put(tmp_path: Path) -> None:
+    store, unit = Store(tmp_path / "run"), make_unit()
+    store.put(unit)
+    back = store.get(unit.key)
+    assert back.spec == unit.spec
+    assert back.key == unit.key
+    assert back.provenance == unit.provenance
+    for one, two in zip(unit.records, back.records, strict=True):
+        assert one.as_json() == two.as_json()
+        assert math.isnan(two.spread)
+        assert math.isnan(two.values[1])
+    assert np.array_equal(back.attachments["a"], np.arange(3))
+
+
+def test_the_table_has_one_column_for_each_field_of_a_record() -> None:
+    assert SCHEMA.names == [item.name for item in fields(Record)]
+    promised = (
+        "key model revision step tokens kind stack corpus population site depth metric metric_version value spread "
+        "null batches points dropped excluded dim control control_value p gradient proxy rank bin variant values note "
+        "seconds"
+    )
+    assert SCHEMA.names[: len(promised.split())] == promised.split()
+
+
+def test_rows_come_in_order_of_model_numeric_step_and_site(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    for step in (1000, 90, None):
+        store.put(make_unit("b", step, sites=("final_norm", "block.10", "block.9", "embed", "output")))
+    store.put(make_unit("a", 5))
+    table = store.table()
+    assert table["model"].to_pylist() == ["a"] + ["b"] * 15
+    assert table["step"].to_pylist()[1::5] == [None, 90, 1000]
+    assert table["site"].to_pylist()[1:6] == ["embed", "block.9", "block.10", "final_norm", "output"]
+
+
+def test_an_empty_run_has_an_empty_table(tmp_path: Path) -> None:
+    assert Store(tmp_path / "nothing").table().num_rows == 0
+    assert Store(tmp_path / "nothing").keys() == set()
+
+
+def test_a_unit_that_is_there_is_never_edited(tmp_path: Path) -> None:
+    store, unit = Store(tmp_path), make_unit()
+    before = store.put(unit).read_bytes()
+    store.put(replace(unit, provenance={"time": "later", "notes": []}))
+    assert (tmp_path / f"{unit.key}.parquet").read_bytes() == before
+
+
+def test_a_changed_attachment_is_refused(tmp_path: Path) -> None:
+    store, unit = Store(tmp_path), make_unit()
+    store.put(unit)
+    store.attachment(unit.key)
+    path = tmp_path / f"{unit.key}.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"\x07")
+    with pytest.raises(StoreError, match="not the file its unit was written with"):
+        store.attachment(unit.key)
+
+
+def test_a_failure_is_kept_until_the_unit_succeeds(tmp_path: Path) -> None:
+    store, unit = Store(tmp_path), make_unit()
+    store.put_failure(unit.spec, ValueError("no luck"))
+    assert [(row["key"], row["error"], row["message"]) for row in store.failures()] == [
+        (unit.key, "ValueError", "no luck")
+    ]
+    store.put(unit)
+    assert store.failures() == []
+
+
+def test_a_folder_that_cannot_be_written_is_a_clear_error(tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("in the way")
+    with pytest.raises(StoreError, match="cannot write to the run folder"):
+        Store(blocked).check_writable()
+    with pytest.raises(StoreError, match="cannot write to the run folder"):
+        Store(blocked / "below").put(make_unit())
+
+
+def test_a_missing_or_broken_unit_is_a_clear_error(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    with pytest.raises(StoreError, match="no readable unit"):
+        store.get("nothing")
+    (tmp_path / "broken.parquet").write_bytes(b"PAR1")
+    with pytest.raises(StoreError, match="no readable unit"):
+        store.get("broken")
+
+
+def test_temporary_files_of_a_killed_writer_are_not_units(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    store.put(make_unit())
+    (tmp_path / ".tmp-x.parquet").write_bytes(b"half")
+    assert len(store.keys()) == 1
+    assert store.table().num_rows == 1
+
+
+WRITER = """
+import sys, itertools
+sys.path.insert(0, sys.argv[2])
+from test_store import make_unit
+from anisoscope.store import Store
+store = Store(sys.argv[1])
+print("ready", flush=True)
+for step in itertools.count():
+    store.put(make_unit("m", step, sites=tuple(f"block.{k}" for k in range(200))))
+"""
+
+
+def test_a_writer_killed_at_any_moment_leaves_only_whole_units(tmp_path: Path) -> None:
+    for trial in range(4):
+        folder = tmp_path / str(trial)
+        command = [sys.executable, "-c", WRITER, str(folder), str(Path(__file__).parent)]
+        writer = subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": "src"})
+        assert writer.stdout is not None
+        writer.stdout.readline()
+        while len(Store(folder).keys()) < 3:
+            time.sleep(0.001)
+        time.sleep(0.007 * trial)
+        writer.send_signal(signal.SIGKILL)
+        writer.wait()
+        writer.stdout.close()
+        store = Store(folder)
+        assert len(store.keys()) >= 3
+        for key in sorted(store.keys()):
+            assert len(store.get(key).records) == 200
+            store.attachment(key)
+
+
+def test_key_depends_on_every_field_and_on_nothing_else() -> None:
+    base = Spec(model="m")
+    assert base.key == Spec(model="m").key
+    assert base.key == Spec.from_dict(json.loads(base.canonical())).key
+    changed: dict[str, object] = {
+        "step": 1,
+        "gride_scales": (2, 4),
+        "special_tokens": False,
+        **{name: getattr(base, name) + 1 for name in ("tokens", "seq_len", "batch_points", "seed", "neighbors")},
+        **{name: getattr(base, name) + 1 for name in ("rank", "curvature_rank")},
+        **{name: getattr(base, name) + 0.5 for name in ("typical_k", "discard_fraction", "isoscore_zeta")},
+    }
+    keys = {base.key}
+    for item in fields(Spec):
+        old = getattr(base, item.name)
+        new = changed.get(item.name, ("x",) if isinstance(old, tuple) else "x")
+        keys.add(replace(base, **{item.name: new}).key)
+    assert len(keys) == len(fields(Spec)) + 1
+
+
+def test_units_open_without_torch(tmp_path: Path) -> None:
+    unit = make_unit()
+    Store(tmp_path).put(unit)
+    code = (
+        "import sys, anisoscope as an; s = an.Store(sys.argv[1]); s.table(); s.get(sys.argv[2]);"
+        "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path), unit.key], check=True)
+    assert pq.read_table(tmp_path / f"{unit.key}.parquet").num_rows == 1
