@@ -3,7 +3,7 @@
 Each cell is the mean over trials of the metric on n standard Gaussian points in d dimensions. Metrics with an isotropic
 null are invariant to translation, rotation and scale, so one Gaussian stands for all of them. Cells are independent and
 run in processes of their own: small ones on the CPU, where a GPU would only wait for launches, large ones on the GPU if
-there is one. About five minutes with a large GPU and 16 cores, days without. Cells are written as they come, so that a
+there is one. A few minutes with a large GPU and 16 cores, days without. Cells are written as they come, so that a
 run that was cut short goes on with --resume.
 
     python scripts/make_nulls.py [--resume] [--output FILE] [--largest-n 1024 --largest-d 512]
@@ -43,7 +43,7 @@ COLUMNS = ("metric", "version", "settings", "n", "d", "null", "spread", "trials"
 
 def trials_for(n: int, d: int) -> int:
     """Many where clouds are small and noisy, few where they are large and the value hardly moves."""
-    return min(128 if n * d < LARGEST_ON_CPU else 32, max(4, 2**14 // n))
+    return min(256 if n * d < LARGEST_ON_CPU else 64, max(8, 2**16 // n))
 
 
 def cost(n: int, d: int) -> int:

@@ -67,7 +67,7 @@ def shrunk_isoscore(points: torch.Tensor, target: str) -> torch.Tensor:
 
 
 def functions_of_clouds(microscope: Any, dadapy: Any) -> dict[str, Callable[[Any], Any]]:
-    """By name, each a function of a tensor (llm-microscope, IsoScore) or of what they document, an array (the others)."""
+    """By name; llm-microscope and IsoScore are given tensors, the others arrays."""
     calls = {
         "microscope.calculate_anisotropy_torch": microscope.calculate_anisotropy_torch,
         "microscope.intrinsic_dimension": lambda points: microscope.intrinsic_dimension(points, "cpu"),

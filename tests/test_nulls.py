@@ -60,7 +60,7 @@ def test_every_isotropic_null_was_simulated_at_default_settings_for_the_current_
     table = load_tables()[metric.name, variant_of(metric, DEFAULTS)]
     assert table.version == metric.version
     assert not np.isnan(table.values).any()
-    assert (table.n_grid[-1], table.d_grid[-1]) == (32768, 16384)
+    assert (table.n_grid[-1], table.d_grid[-1]) == (16384, 16384)
     assert table.n_grid[0] <= max(8, 2 * metric.min_points(1, DEFAULTS["neighbors"]))
     assert table.d_grid[0] <= 2
 
@@ -72,7 +72,7 @@ def test_the_table_holds_each_cell_once() -> None:
 
 @pytest.mark.parametrize("metric", all_metrics().values(), ids=lambda metric: metric.name)
 def test_every_metric_has_a_null_at_ordinary_sizes_or_says_why_not(metric: Metric) -> None:
-    for points, dim in ((4096, 768), (4096.0, 1000), (333.3, 50), (1000.5, 64), (16384, 4096), (20000, 129)):
+    for points, dim in ((4096, 768), (4096.0, 1000), (333.3, 50), (1000.5, 64), (16384, 4096), (10000, 129)):
         null, missing = null_of(metric, points, dim, DEFAULTS)
         assert missing is None
         assert math.isnan(null) == (metric.null == "none")
@@ -80,7 +80,7 @@ def test_every_metric_has_a_null_at_ordinary_sizes_or_says_why_not(metric: Metri
 
 
 def test_leading_variance_agrees_with_the_tracy_widom_law() -> None:
-    for n, d in ((128, 64), (512, 64), (512, 4096), (4096, 768), (4096, 4096), (32768, 1024), (2048, 16384)):
+    for n, d in ((128, 64), (512, 64), (512, 4096), (4096, 768), (4096, 4096), (16384, 1024), (2048, 16384)):
         edge = math.sqrt(n - 2) + math.sqrt(d)
         width = edge * (1 / math.sqrt(n - 2) + 1 / math.sqrt(d)) ** (1 / 3)
         # Johnstone 2001; -1.2065 is the mean of the law for real matrices.
@@ -88,7 +88,7 @@ def test_leading_variance_agrees_with_the_tracy_widom_law() -> None:
 
 
 def test_participation_ratio_agrees_with_the_moments_of_a_wishart_matrix() -> None:
-    for n, d in ((64, 64), (512, 16), (512, 4096), (4096, 768), (4096, 4096), (32768, 16384), (256, 16384)):
+    for n, d in ((64, 64), (512, 16), (512, 4096), (4096, 768), (4096, 4096), (16384, 16384), (256, 16384)):
         assert null_at("participation_ratio", n, d) == pytest.approx(d / (1 + (d + 1) / (n - 1)), rel=0.01)
 
 
@@ -109,13 +109,14 @@ def test_effective_rank_agrees_with_the_entropy_of_marchenko_and_pastur_on_both_
     for n, d in ((512, 512), (512, 16384), (4096, 512), (4096, 1024), (4096, 1536), (1024, 2048), (2048, 2048)):
         small, large = min(n - 1, d), max(n - 1, d)
         law = small * math.exp(-small / (2 * large))
-        assert null_at("effective_rank", n, d) == pytest.approx(law, rel=0.5 / small + 1e-6)
+        assert null_at("effective_rank", n, d) == pytest.approx(law, rel=1 / small)
 
 
 def test_twonn_underestimates_high_dimensions_as_known() -> None:
-    assert null_at("twonn", 4096, 20) == pytest.approx(17.7, rel=0.02)
-    assert null_at("twonn", 4096, 256) == pytest.approx(89, rel=0.02)
-    assert null_at("twonn", 4096, 2) == pytest.approx(2, rel=0.02)
+    # Three standard errors of the table, which are 1 % here.
+    assert null_at("twonn", 4096, 20) == pytest.approx(17.6, rel=0.03)
+    assert null_at("twonn", 4096, 256) == pytest.approx(89, rel=0.03)
+    assert null_at("twonn", 4096, 2) == pytest.approx(2, rel=0.03)
 
 
 @pytest.mark.parametrize(("n", "d"), [(64, 2), (128, 24), (256, 6)])
@@ -144,6 +145,13 @@ def test_nulls_off_the_grid_are_within_the_tolerance(n: int, d: int) -> None:
             continue
         allowed = OFF_GRID_TOLERANCE * sample.mean() + 4 * standard_error(sample)
         assert null_at(name, n, d) == pytest.approx(sample.mean(), abs=allowed), name
+
+
+def test_where_points_are_as_many_as_dimensions_and_nulls_bend_most_they_are_still_within_the_tolerance() -> None:
+    for n, d in ((1448.5, 1254), (362, 443), (5793, 5000), (90.5, 80)):
+        assert null_at("participation_ratio", n, d) == pytest.approx(d / (1 + (d + 1) / (n - 1)), rel=0.006)
+        small, large = min(n - 1, d), max(n - 1, d)
+        assert null_at("effective_rank", n, d) == pytest.approx(small * math.exp(-small / (2 * large)), rel=0.012)
 
 
 def test_no_cell_stands_out_from_its_neighbours() -> None:
@@ -203,11 +211,11 @@ def test_a_cell_without_a_value_leaves_its_neighbours_alone(made_table: NullTabl
     assert null_at("participation_ratio", 24, 4) == pytest.approx(math.sqrt(96), rel=0.02)
 
 
-@pytest.mark.parametrize(("points", "dim"), [(7.9, 4), (32769, 4), (100, 16385)])
+@pytest.mark.parametrize(("points", "dim"), [(7.9, 4), (16385, 4), (100, 16385)])
 def test_a_null_outside_the_grid_is_nan_with_a_sentence(points: float, dim: int) -> None:
     null, missing = null_of(all_metrics()["participation_ratio"], points, dim, DEFAULTS)
     assert math.isnan(null)
-    assert missing == "the null was simulated for 8-32768 points in 1-16384 dimensions only"
+    assert missing == "the null was simulated for 8-16384 points in 1-16384 dimensions only"
 
 
 def test_settings_without_a_simulation_give_nan_with_a_sentence() -> None:

@@ -125,6 +125,20 @@ def test_slow_tokenizers_keep_their_special_tokens_inside_the_length(numbered):
     assert (windows.special == (np.arange(50) == 49)).all()
 
 
+def test_an_unknown_word_is_content_and_not_special(tmp_path):
+    inner = Tokenizer(models.WordLevel({"[UNK]": 0, "known": 1}, unk_token="[UNK]"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    corpus = make_corpus(["known strange " * 40], tmp_path)
+    for tokenizer, marked in (
+        (PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="[UNK]"), False),
+        (PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="[UNK]", eos_token="[UNK]"), True),
+    ):
+        windows = draw_windows(corpus, tokenizer, seq_len=16, count=2, seed=0)
+        assert set(windows.token_ids.flatten()) == {0, 1}
+        assert windows.special[windows.token_ids == 0].all() == marked
+        assert windows.special.any() == marked
+
+
 def test_special_tokens_written_in_the_text_are_marked(tmp_path):
     corpus = make_corpus(["the cat [SEP] sat on the mat"], tmp_path)
     windows = draw_windows(corpus, PLAIN, seq_len=8, count=1, seed=0)
@@ -379,7 +393,7 @@ def test_pydoc_reads_the_standard_library_without_importing_it():
         "assert not {'antigravity', 'this', 'turtle', 'datasets', 'torch', 'transformers'} & set(sys.modules);"
         "print(corpus.hash)"
     )
-    source = str(Path(text.__file__).parents[1])
+    source = str(Path(corpora.__file__).parents[1])
     command = [sys.executable, "-W", "error", "-c", f"import sys; sys.path.insert(0, {source!r}); {code}"]
     other = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     corpus = load_corpus("pydoc")
@@ -469,7 +483,7 @@ def test_enwik8_is_found_by_path_folder_and_cache_and_counts_its_bytes(tmp_path,
 
 def test_cleaned_enwik8_is_kept_and_a_broken_or_forbidden_cache_does_no_harm(tmp_path, monkeypatch):
     first = read_article("A [[lake]].", tmp_path)
-    (kept,) = text._cache_folder().glob("enwik8-*.json")
+    (kept,) = corpora._cache_folder().glob("enwik8-*.json")
     kept.write_text(json.dumps([["From", "the cache"]]))
     assert load_corpus(str(tmp_path / "enwik8")).documents == ("the cache",)
     kept.write_text("[[")
@@ -504,5 +518,5 @@ def test_enwik8_is_downloaded_once_and_checked(tmp_path, monkeypatch):
         load_corpus("enwik8")
     monkeypatch.setattr(corpora, "ENWIK8_SHA256", hashlib.sha256(raw).hexdigest())
     assert load_corpus("enwik8") == load_corpus("enwik8")
-    assert asked == [text.ENWIK8_URL] * 2
-    assert sorted(path.name.split("-")[0] for path in text._cache_folder().iterdir()) == ["enwik8", "enwik8.zip"]
+    assert asked == [corpora.ENWIK8_URL] * 2
+    assert sorted(path.name.split("-")[0] for path in corpora._cache_folder().iterdir()) == ["enwik8", "enwik8.zip"]

@@ -204,7 +204,8 @@ def test_owners_name_planted_tokens_and_coordinates(decoder: Model, corpus_file:
     finally:
         handle.remove()
     owner = next(entry for entry in unit.owners() if entry["site"] == "block.1")
-    assert owner["first_position_share"] > 0.99
+    # One point in 64 at a distance leaves (1/64) of the axis to the mean that it moved away from the others.
+    assert owner["first_position_share"] == pytest.approx(63 / 64, abs=0.002)
     assert all(token["position"] == 0 for token in owner["tokens"])
     assert owner["coordinates"][0]["coordinate"] == 17
     assert owner["coordinates"][0]["share"] > 0.99

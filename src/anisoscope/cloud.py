@@ -107,8 +107,8 @@ class Cloud:
         """This site's points and the previous site's."""
         if self.previous is None:
             raise SpecError("this metric compares a site with the one before it, and no earlier site was given")
-        source, target = self.previous.double(), self.points.double()
-        return Pair(source=source - source.mean(0), target=target - target.mean(0))
+        source, target = gram.center(self.previous.double()), gram.center(self.points.double())
+        return Pair(source=source.points, target=target.points)
 
     @cached_property
     def losses(self) -> Float[Tensor, " m"]:

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -24,6 +25,8 @@ class Evaluated:
     points: int
     dropped: int
     note: str | None
+    null_dim: int | None = None
+    """The dimensions its null is about, where they are not those of the points: the previous site's."""
 
 
 def evaluate(cloud: Cloud, metric: Metric, settings: Mapping[str, Any]) -> Evaluated:
@@ -33,19 +36,21 @@ def evaluate(cloud: Cloud, metric: Metric, settings: Mapping[str, Any]) -> Evalu
         points, dropped = len(cloud.unique.index), cloud.unique.dropped
     elif metric.needs == "losses":
         points = len(cloud.losses)
-    needed = metric.min_points(cloud.dim, settings.get("neighbors", 0))
+    dim = cloud.previous.shape[1] if metric.needs == "pair" and cloud.previous is not None else cloud.dim
+    needed = metric.min_points(dim, settings.get("neighbors", 0))
     if points < needed:
         note = f"{points} {'distinct ' if dropped else ''}points, and it needs {needed}"
-        return Evaluated(value=torch.tensor(math.nan), points=points, dropped=dropped, note=note)
+        return Evaluated(value=torch.tensor(math.nan), points=points, dropped=dropped, note=note, null_dim=dim)
     value = metric(getattr(cloud, metric.needs), **{name: settings[name] for name in metric.settings})
-    return Evaluated(value=value, points=points, dropped=dropped, note=metric.undefined if value.isnan() else None)
+    note = metric.undefined if value.isnan() else None
+    return Evaluated(value=value, points=points, dropped=dropped, note=note, null_dim=dim)
 
 
 def summarize(results: Sequence[Evaluated], metric: Metric, dim: int, settings: Mapping[str, Any]) -> Estimate:
     """Mean, spread and null over batches."""
     values = tuple(float(result.value) for result in results)
     points = sum(result.points for result in results)
-    null, missing_null = null_of(metric, points / len(results), dim, settings)
+    null, missing_null = null_of(metric, points / len(results), results[0].null_dim or dim, settings)
     undefined = sum(math.isnan(value) for value in values)
     notes = list(dict.fromkeys(result.note for result in results if result.note))
     if 0 < undefined < len(values):
@@ -78,7 +83,7 @@ def estimate(
 
     >>> import numpy as np, anisoscope as an
     >>> line = np.arange(12.0).reshape(-1, 1) * np.array([[1.0, 2.0, 2.0]])
-    >>> an.estimate(line, ["leading_variance"])["leading_variance"].value
+    >>> round(an.estimate(line, ["leading_variance"])["leading_variance"].value, 6)
     1.0
     """
     settings = {
@@ -92,12 +97,7 @@ def estimate(
     for metric in found:
         if metric.needs in ("losses", "pair"):
             raise SpecError(f"{metric.name} needs a model, not a matrix of points; use measure()")
-    matrix = torch.as_tensor(points)
-    if matrix.ndim != 2 or not matrix.is_floating_point() or 0 in matrix.shape:
-        raise SpecError(
-            f"points must be a matrix of floats, one point per row; came shape {tuple(matrix.shape)}, {matrix.dtype}"
-        )
-    matrix = matrix.detach()
+    matrix = _as_matrix(points)
     check_finite("points", matrix)
     count = max(1, len(matrix) // batch_points)
     batches = [index.to(matrix.device) for index in deal(len(matrix), count, seed)]
@@ -109,6 +109,20 @@ def estimate(
         )
         for metric in found
     }
+
+
+def _as_matrix(points: Any) -> Float[Tensor, "n d"]:
+    wanted = "points must be a matrix of floats, one point per row"
+    if isinstance(points, np.ndarray):
+        # torch takes neither reversed rows nor foreign byte order, and warns of memory that is read-only.
+        points = np.require(points, points.dtype.newbyteorder("="), ["C", "W"])
+    try:
+        matrix = torch.as_tensor(points)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise SpecError(f"{wanted}; came {type(points).__name__}: {error}") from error
+    if matrix.ndim != 2 or not matrix.is_floating_point() or 0 in matrix.shape:
+        raise SpecError(f"{wanted}; came shape {tuple(matrix.shape)}, {matrix.dtype}")
+    return matrix.detach()
 
 
 def check_finite(where: str, states: Float[Tensor, "n d"]) -> None:

@@ -250,7 +250,8 @@ def _need(packages: tuple[str, ...], purpose: str) -> None:
 
 def _pick_device(device: str) -> str:
     if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+        # Apple's MPS has no float64, which distances and sums of squares need.
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:

@@ -24,20 +24,27 @@ def _console() -> Console:
     return console if console.is_terminal else Console(highlight=False, width=_PIPED_WIDTH)
 
 
-def format_value(value: float | None) -> str:
+def format_value(value: float) -> str:
     """Three significant digits; a dash where there is no number."""
-    if value is None or math.isnan(value):
+    if math.isnan(value):
         return "–"
     if value != 0 and not 1e-3 <= abs(value) < 1e5:
         return f"{value:.1e}"
-    digits = max(0, 2 - math.floor(math.log10(abs(value)))) if value else 2
-    return f"{value:.{min(digits, 4)}f}"
+    return f"{value:.{_decimals(value)}f}"
+
+
+def _decimals(value: float) -> int:
+    return min(4, max(0, 2 - math.floor(math.log10(abs(value))))) if value else 2
 
 
 def format_spread(record: Record) -> str:
-    """Value ± spread."""
-    value = format_value(record.value)
-    return value if math.isnan(record.spread) else f"{value} ±{format_value(record.spread)}"
+    """Value ± spread, the spread to the last digit of the value."""
+    value, spread = record.value, record.spread
+    if math.isnan(value) or math.isnan(spread):
+        return format_value(value)
+    if not 1e-3 <= abs(value) < 1e5:
+        return f"{format_value(value)} ±{format_value(spread)}"
+    return f"{value:.{_decimals(value)}f} ±{spread:.{_decimals(value)}f}"
 
 
 def sparkline(values: Sequence[float]) -> str:

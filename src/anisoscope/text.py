@@ -25,7 +25,7 @@ class Windows:
     documents: Int[np.ndarray, "w t"]
     """Index into `Corpus.documents`. A separator counts to the document before it, an added token to its neighbour."""
     special: Bool[np.ndarray, "w t"]
-    """Tokens that the tokenizer added, or whose id is one of its special ids."""
+    """Tokens that the tokenizer added, or whose id is one of its special ids (an unknown word is not special)."""
     notes: tuple[str, ...] = ()
 
 
@@ -105,8 +105,16 @@ def draw_windows(
         notes.append(f"corpus {corpus.name} gives {len(found)} windows of {seq_len} tokens; {count} were asked for")
     dealt = rng.permutation(len(found))[:count]
     token_ids, documents, built = np.stack([found[index] for index in dealt], axis=1)
-    special = (built == 1) | np.isin(token_ids, tokenizer.all_special_ids)
+    special = (built == 1) | np.isin(token_ids, _special_ids(tokenizer))
     return Windows(token_ids=token_ids, documents=documents, special=special, notes=tuple(notes))
+
+
+def _special_ids(tokenizer: Any) -> list[int]:
+    """The tokenizer's special ids; the one for unknown words stands for content, unless it serves as another too."""
+    named = ("bos_token_id", "eos_token_id", "sep_token_id", "pad_token_id", "cls_token_id", "mask_token_id")
+    others = {getattr(tokenizer, name, None) for name in named}
+    unknown = getattr(tokenizer, "unk_token_id", None)
+    return [number for number in tokenizer.all_special_ids if number != unknown or number in others]
 
 
 def _characters_per_token(tape: _Tape, tokenizer: Any, rng: np.random.Generator) -> float:

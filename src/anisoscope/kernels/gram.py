@@ -34,7 +34,7 @@ class Moments:
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """The same tokens at one site and at the next, both centred, in float64."""
+    """The same tokens at one site and at the next, both centred, each divided by a power of two, in float64."""
 
     source: Float[Tensor, "n d"]
     target: Float[Tensor, "n e"]
@@ -63,6 +63,24 @@ def power_of_two_scale(points: Float[Tensor, "n d"]) -> Float[Tensor, ""]:
     return torch.where(largest > 0, torch.exp2(torch.floor(torch.log2(largest))), torch.ones_like(largest))
 
 
+def product_roundoff(points: Float[Tensor, "n d"]) -> float:
+    """Unit roundoff of matrix products of such points, as torch is set.
+
+    Training scripts often allow TF32 or bfloat16 inside float32 products, and the products do not show it.
+    """
+    if points.dtype != torch.float32:
+        return torch.finfo(points.dtype).eps / 2
+    backend = torch.backends.cuda if points.is_cuda else torch.backends.mkldnn
+    # Where a precision was set through one of torch's two interfaces, asking the other may raise; old ones have one.
+    precision = getattr(getattr(backend, "matmul", None), "fp32_precision", "") or torch.get_float32_matmul_precision()
+    return {"tf32": 2.0**-11, "high": 2.0**-11, "bf16": 2.0**-8, "medium": 2.0**-8}.get(precision, 2.0**-24)
+
+
+def for_products(points: Float[Tensor, "n d"]) -> Float[Tensor, "n d"]:
+    """The points in float64 where torch is set to round float32 products further; else as they are."""
+    return points if product_roundoff(points) <= 2.0**-24 else points.double()
+
+
 def center(points: Float[Tensor, "n d"]) -> Centred:
     """Remove the mean, twice: the second pass takes away what rounding the first mean left behind."""
     raw = points.to(working_dtype(points.dtype))
@@ -87,15 +105,17 @@ def squared_norms(points: Float[Tensor, "n d"]) -> Float[Tensor, " n"]:
 
 def moments(centred: Centred) -> Moments:
     """Total variance and its leading part, without a decomposition of the covariance."""
-    points = centred.points
+    points = for_products(centred.points)
     unit = centred.scale.square() / max(points.shape[0] - 1, 1)
     leading, axis = leading_eigenpair(points)
-    return Moments(total=squared_norms(points).sum() * unit, leading=leading * unit, axis=axis)
+    total = squared_norms(points).sum()
+    # On a line the two are equal, and rounding may put the part above the whole.
+    return Moments(total=total * unit, leading=torch.minimum(leading, total) * unit, axis=axis)
 
 
 def gram_sums(centred: Centred) -> GramSums:
     """Σλ and Σλ² from the smaller of the two Grams: ‖X̄ᵀX̄‖²_F = ‖X̄X̄ᵀ‖²_F = Σ(n-1)²λ²."""
-    points = centred.points
+    points = for_products(centred.points)
     n, d = points.shape
     gram = points.T @ points if d <= n else points @ points.T
     unit = centred.scale.square() / max(n - 1, 1)

@@ -28,7 +28,7 @@ def procrustes_linearity(pair: Pair) -> Float[Tensor, ""]:
     the null; NaN below 2d points. `procrustes_linearity_heldout` has no such floor. Deviation from the source: none.
     """
     span = _orthonormal_span(pair.source)
-    return (span.T @ pair.target).square().sum() / pair.target.square().sum()
+    return _if_varying(pair.source, (span.T @ pair.target).square().sum() / pair.target.square().sum())
 
 
 @metric(
@@ -39,7 +39,7 @@ def procrustes_linearity(pair: Pair) -> Float[Tensor, ""]:
     cite="razzhigaev2024linear",
     null="independent",
     closed_form=lambda n, d: -d / (n // 2 - d - 2),
-    min_points=lambda d, k: 4 * d,
+    min_points=lambda d, k: max(4 * d, 2 * d + 6),
     undefined="the points do not vary",
 )
 def procrustes_linearity_heldout(pair: Pair) -> Float[Tensor, ""]:
@@ -57,7 +57,12 @@ def procrustes_linearity_heldout(pair: Pair) -> Float[Tensor, ""]:
     kept = s > s[0] * max(x1.shape) * torch.finfo(s.dtype).eps
     fit = vt[kept].T @ ((u[:, kept].T @ (y1 - y_mean)) / s[kept, None])
     rest = pair.target[half:] - y_mean
-    return 1 - ((pair.source[half:] - x_mean) @ fit - rest).square().sum() / rest.square().sum()
+    lost = ((pair.source[half:] - x_mean) @ fit - rest).square().sum() / rest.square().sum()
+    return _if_varying(pair.source, 1 - lost)
+
+
+def _if_varying(source: Float[Tensor, "n d"], share: Float[Tensor, ""]) -> Float[Tensor, ""]:
+    return torch.where(source.any(), share, torch.nan)
 
 
 def _orthonormal_span(source: Float[Tensor, "n d"]) -> Float[Tensor, "n r"]:

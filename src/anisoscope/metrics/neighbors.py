@@ -31,7 +31,7 @@ def _kept(n: int, discard_fraction: float) -> int:
     settings=("discard_fraction",),
     neighbors=2,
     min_points=3,
-    undefined="all ratios of distances are 1",
+    undefined="all ratios of distances are 1, or too few are kept",
 )
 def twonn(neighbors: Neighbors, *, discard_fraction: float = 0.1) -> Float[Tensor, ""]:
     """Dimension from the ratio of the two nearest distances, by a straight line through the origin.
@@ -39,7 +39,7 @@ def twonn(neighbors: Neighbors, *, discard_fraction: float = 0.1) -> Float[Tenso
         d = Σ xᵢyᵢ / Σ xᵢ²,   xᵢ = log μ₍ᵢ₎,   yᵢ = -log(1 - i/N),   μ = r₂ / r₁,   i ≤ (1 - discard) N
 
     On a manifold of dimension d with locally constant density F(μ) = 1 - μ⁻ᵈ, hence the line. Exact repeats are removed
-    and counted; the point itself is left out by index. Underestimates high dimensions (20 reads 18 at 4,096 points:
+    and counted; the point itself is left out by index. Underestimates high dimensions (20 reads 17 at 4,096 points:
     see `null`), and repeated tokens pull it down: compare the populations `all`, `types` and `matched`.
     Deviation from the source: none. *The Shape of Learning* prints log(1 - F)/log μ = d and y = 1 - F, both without the
     needed sign and logarithm; its released code fits as we do, on the lowest 20 % (discard_fraction .8).
@@ -47,6 +47,8 @@ def twonn(neighbors: Neighbors, *, discard_fraction: float = 0.1) -> Float[Tenso
     log_mu = _log_ratios(neighbors, 1, 2)
     n = len(log_mu)
     kept = _kept(n, discard_fraction)
+    if kept < 2:
+        return torch.full_like(log_mu.sum(), torch.nan)
     x = log_mu[:kept]
     y = -torch.log1p(-torch.arange(1, kept + 1, dtype=x.dtype, device=x.device) / n)
     return (x * y).sum() / x.square().sum()
@@ -62,7 +64,7 @@ def twonn(neighbors: Neighbors, *, discard_fraction: float = 0.1) -> Float[Tenso
     settings=("discard_fraction",),
     neighbors=2,
     min_points=3,
-    undefined="all ratios of distances are 1",
+    undefined="all ratios of distances are 1, or too few are kept",
 )
 def twonn_mle(neighbors: Neighbors, *, discard_fraction: float = 0.1) -> Float[Tensor, ""]:
     """Dimension from the ratio of the two nearest distances, by maximum likelihood, largest ratios censored.
@@ -74,6 +76,8 @@ def twonn_mle(neighbors: Neighbors, *, discard_fraction: float = 0.1) -> Float[T
     log_mu = _log_ratios(neighbors, 1, 2)
     n = len(log_mu)
     kept = _kept(n, discard_fraction)
+    if kept < 2:
+        return torch.full_like(log_mu[0], torch.nan)
     return _finite((kept - 1) / (log_mu[:kept].sum() + (n - kept) * log_mu[kept - 1]))
 
 

@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from anisoscope.kernels.gram import GramSums, Moments
+from anisoscope.kernels.gram import GramSums, Moments, power_of_two_scale
 from anisoscope.metrics.declaration import metric
 
 
@@ -127,7 +127,8 @@ def partition_isotropy(points: Float[Tensor, "n d"]) -> Float[Tensor, ""]:
     eigenvector's sign is arbitrary, so one sign alone is not well defined); always at most the one-sign value.
     """
     exact = points.double()
-    axes = torch.linalg.eigh(exact.T @ exact).eigenvectors
+    scaled = exact / power_of_two_scale(exact)
+    axes = torch.linalg.eigh(scaled.T @ scaled).eigenvectors
     projections = exact @ axes
     partitions = torch.cat([torch.logsumexp(projections, 0), torch.logsumexp(-projections, 0)])
     ratio = torch.exp(partitions.min() - partitions.max())

@@ -1,0 +1,79 @@
+"""The same numbers on a GPU. Skipped where there is none; docs/log.md says when they last ran on one."""
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import anisoscope as an
+from anisoscope.cloud import Cloud
+from anisoscope.corpora import load_corpus
+from anisoscope.estimates import evaluate
+from anisoscope.lab import build_untrained
+from anisoscope.metrics import all_metrics
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
+
+SETTINGS = {"discard_fraction": 0.1, "neighbors": 20, "isoscore_zeta": 0.25}
+
+
+def test_every_metric_agrees_between_cpu_and_gpu() -> None:
+    generator = torch.Generator().manual_seed(0)
+    points = torch.randn(1024, 96, generator=generator) * torch.arange(1, 97).pow(-0.5) + 0.3
+    points[:40] = points[40:80]
+    previous = points @ torch.randn(96, 96, generator=generator)
+    here = Cloud(points=points, previous=previous, neighbor_count=64)
+    there = Cloud(points=points.cuda(), previous=previous.cuda(), neighbor_count=64)
+    for metric in all_metrics().values():
+        if metric.needs != "losses":
+            one, two = evaluate(here, metric, SETTINGS), evaluate(there, metric, SETTINGS)
+            assert two.value.device.type == "cuda", metric.name
+            assert float(two.value) == pytest.approx(float(one.value), rel=1e-5), metric.name
+            assert (two.points, two.dropped) == (one.points, one.dropped)
+
+
+def measure_on(device: str, corpus_file: Path, **changes: object) -> an.Unit:
+    corpus = load_corpus(str(corpus_file))
+    model = build_untrained("decoder", corpus)
+    spec = an.Spec(model="tiny", corpus=str(corpus_file), tokens=8192, seq_len=64, batch_points=1024, **changes)
+    module = model.module.to(device=device, dtype=getattr(torch, spec.dtype))
+    return an.measure(spec, model=module, tokenizer=model.tokenizer, progress=False)
+
+
+def test_the_walk_agrees_between_cpu_and_gpu(corpus_file: Path) -> None:
+    here, there = measure_on("cpu", corpus_file), measure_on("cuda", corpus_file)
+    assert there.provenance["device"] == torch.cuda.get_device_name(0)
+    for one, two in zip(here.records, there.records, strict=True):
+        assert two.value == pytest.approx(one.value, rel=2e-3), (one.metric, one.site, one.population)
+        assert two.excluded == one.excluded
+
+
+def test_low_precision_models_are_measured_on_the_gpu(corpus_file: Path) -> None:
+    whole, half = (measure_on("cuda", corpus_file, dtype=dtype) for dtype in ("float32", "bfloat16"))
+    for one, two in zip(whole.records, half.records, strict=True):
+        if one.metric == "leading_variance":
+            assert two.value == pytest.approx(one.value, rel=0.05)
+
+
+def test_a_gpu_that_is_really_full_halves_the_batch(corpus_file: Path) -> None:
+    model = build_untrained("decoder", load_corpus(str(corpus_file)))
+    module = model.module.cuda()
+    spec = an.Spec(model="tiny", corpus=str(corpus_file), tokens=16384, seq_len=64, batch_points=4096)
+    torch.cuda.empty_cache()
+    # Logits of the 256 windows of a pool take 134 MB: with 100 MB they do not fit at once, and do in smaller batches.
+    limit = torch.cuda.memory_reserved() + 100e6
+    torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.get_device_properties(0).total_memory)
+    try:
+        unit = an.measure(spec, model=module, tokenizer=model.tokenizer, batch_size=256, progress=False)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert any(note.startswith("memory ran out") for note in unit.provenance["notes"]), unit.provenance["notes"]
+
+
+def test_nothing_leaks_on_the_gpu_over_many_batches(corpus_file: Path) -> None:
+    measure_on("cuda", corpus_file)
+    torch.cuda.synchronize()
+    before, clock = torch.cuda.memory_allocated(), time.time()
+    measure_on("cuda", corpus_file)
+    assert torch.cuda.memory_allocated() <= before + 1e6, time.time() - clock
