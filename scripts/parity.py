@@ -2,8 +2,8 @@
 
     python scripts/parity.py [--output FILE]
 
-Three voices on the same clouds: anisoscope; a plain float64 numpy transcription of each source's formula, written below
-from the formula alone; and the released packages, which run in an environment of their own (.venv-peers, made on the
+Three voices on the same clouds: anisoscope; a plain float64 numpy transcription of each source's formula, written anew
+below; and the released packages, which run in an environment of their own (.venv-peers, made on the
 first run, then kept). A cell that differs from ours and has no explanation makes the script fail.
 """
 
@@ -727,7 +727,7 @@ def explain(tables: dict[str, Table], peers: dict[str, Any]) -> dict[str, str]:
             Given our target the package gives our number.""",
         "duplicates": f"""**Exact duplicates.** A repeated point has r₁ = 0 and no ratio. We remove repeats, count them
             (`dropped`) and give the number of `flat`. scikit-dimension and DADApy take distances from products at this
-            width: a repeat is at 0 or at about 10⁻⁸, by the luck of rounding, so leaving out zeros leaves out some of
+            width: a repeat is at 0 or at some 10⁻⁸, by the luck of rounding, so leaving out zeros leaves out some of
             them and the rest decide: {at(line, "scikit-dimension", exact)} (DADApy: {at(line, "DADApy", exact)}). At
             coarser scales a repeat counts as one more neighbour at the same place
             ({at(gride_8, "scikit-dimension", exact)} for {at(gride_8, "ours", exact)} in `gride_8`). One distance of 0
@@ -755,7 +755,9 @@ def explain(tables: dict[str, Table], peers: dict[str, Any]) -> dict[str, str]:
         "rank": f"""**Sources without full rank.** llm-microscope divides by all singular values, also by those that are
             rounding noise, and the noise spoils the fit: {at(linear, "llm-microscope", "rank 10")} for
             {at(linear, "ours", "rank 10")} on `rank 10`, {at(linear, "llm-microscope", "rank 10, float32")} for
-            {at(linear, "ours", "rank 10, float32")} in float32. One constant coordinate is enough.""",
+            {at(linear, "ours", "rank 10, float32")} in float32. One constant coordinate is enough. Ours leaves out what
+            is noise in float64; directions that exist only because X was rounded to float32 are counted, as least
+            squares counts them.""",
         "too_few": """**Too few points.** Below 2d points even an independent Y scores above a half, so ours has no
             value and says why; the formula returns a number near 1.""",
         "bfloat16": f"""**bfloat16.** CPU decompositions and numpy have no such type, so all but llm-microscope's
@@ -794,10 +796,10 @@ def make_page(tables: list[Table], prepared: dict[str, Prepared], peers: dict[st
         prose(f"""
             Our numbers are the sources' formulas: wherever we give one it equals a plain float64 transcription within
             {largest["formula", False]} (relative) on float64 points and within {largest["formula", True]} on float32
-            and bfloat16 points. The released packages agree as well, except on repeated points, near-repeated points,
-            sources without full rank and bfloat16, where some give another number, often without a warning, and some
-            raise. In parentheses stands the difference relative to ours (`=`: below 10⁻¹²); where it exceeds 10⁻⁵, a
-            number in brackets leads to the reason at the end.
+            and bfloat16 points. Given the same conventions the released packages agree within 10⁻⁵, except on repeated
+            points, near-repeated points, sources without full rank and bfloat16, where some give another number, often
+            without a warning, and some raise. In parentheses stands the difference relative to ours (`=`: below 10⁻¹²);
+            where it exceeds 10⁻⁵, a number in brackets leads to the reason at the end.
         """),
         "",
         prose(f"""

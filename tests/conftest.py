@@ -11,6 +11,13 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A slow mark needs a reason."""
+    for item in items:
+        for mark in item.iter_markers("slow"):
+            assert mark.kwargs.get("reason"), f"{item.nodeid} is marked slow without a reason"
+
+
 @pytest.fixture(autouse=True)
 def _cache_of_its_own(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """No test reads or writes the user's cache folder."""

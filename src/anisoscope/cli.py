@@ -61,10 +61,11 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr)
 
 
-def _version(wanted: bool) -> None:
+def _version(wanted: bool) -> bool:
     if wanted:
         print(f"anisoscope {__version__}")
         raise typer.Exit
+    return wanted
 
 
 @app.callback()

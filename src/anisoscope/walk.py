@@ -143,16 +143,14 @@ class _Pool:
 
 
 def plan_pools(windows: int, seq_len: int, batch_points: int) -> list[_Pool]:
-    """Cut the windows into pools of at least four batches of at least `batch_points` points each.
+    """Cut the windows into equal pools of at least four batches of at least `batch_points` points each.
 
-    Batches left over join the last pool. Fewer than four batches in all make one pool.
+    Fewer than four batches in all make one pool; fewer points than a batch make one batch.
     """
-    per_pool = math.ceil(POOLED_BATCHES * batch_points / seq_len)
-    count = max(1, windows // per_pool)
+    count = max(1, windows // math.ceil(POOLED_BATCHES * batch_points / seq_len))
     pools, first = [], 0
     for number in range(count):
-        start = number * per_pool
-        stop = start + per_pool if number < count - 1 else windows
+        start, stop = number * windows // count, (number + 1) * windows // count
         batches = max(1, (stop - start) * seq_len // batch_points)
         pools.append(_Pool(start=start, stop=stop, batches=batches, first=first))
         first += batches
