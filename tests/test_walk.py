@@ -217,6 +217,14 @@ def test_owners_name_planted_tokens_and_coordinates(decoder: Model, corpus_file:
     assert before["first_position_share"] < 0.5
 
 
+def test_owners_come_in_the_order_of_sites_also_from_a_store(unit: an.Unit, tmp_path: Path) -> None:
+    store = an.Store(tmp_path)
+    store.put(unit)
+    sites = ["embed", *(f"block.{k}" for k in range(6)), "final_norm"]
+    assert [entry["site"] for entry in unit.owners()] == sites
+    assert store.get(unit.key).owners() == unit.owners()
+
+
 def test_states_that_are_not_finite_name_site_and_count(decoder: Model, corpus_file: Path) -> None:
     def spoil(_: Any, __: Any, output: Any) -> Any:
         state = (output[0] if isinstance(output, tuple) else output).clone()
@@ -349,8 +357,8 @@ an.measure(spec, progress=False)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 """
     peaks = []
-    # One pool against eight: keeping the states would add 470 MB.
-    for tokens in (16384, 131072):
+    # Four pools against eight: keeping the states would add 270 MB to about 600.
+    for tokens in (65536, 131072):
         command = [sys.executable, "-c", code, str(saved_models["decoder"]), str(tokens)]
         peaks.append(int(subprocess.run(command, capture_output=True, check=True, text=True).stdout))
     assert peaks[1] < 1.1 * peaks[0]
@@ -363,6 +371,7 @@ def test_estimate_takes_numpy_and_torch_and_deals_batches() -> None:
     assert one["twonn"] == two["twonn"]
     assert one["leading_variance"].batches == 4
     assert one["leading_variance"].points == 1000
+    assert an.estimate(points, "twonn", batch_points=250)["twonn"] == one["twonn"]
     whole = an.estimate(points)["twonn"]
     assert whole.batches == 1
     assert math.isnan(whole.spread)

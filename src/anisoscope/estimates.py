@@ -67,7 +67,7 @@ def summarize(results: Sequence[Evaluated], metric: Metric, dim: int, settings: 
 
 def estimate(
     points: Any,
-    metrics: Iterable[str] = ("leading_variance", "twonn"),
+    metrics: str | Iterable[str] = ("leading_variance", "twonn"),
     *,
     batch_points: int = 4096,
     discard_fraction: float = 0.1,
@@ -93,7 +93,7 @@ def estimate(
         "isoscore_zeta": isoscore_zeta,
     }
     check_settings(batch_points=batch_points, **settings)
-    found = find_metrics(metrics, gride_scales=gride_scales)
+    found = find_metrics([metrics] if isinstance(metrics, str) else metrics, gride_scales=gride_scales)
     for metric in found:
         if metric.needs in ("losses", "pair"):
             raise SpecError(f"{metric.name} needs a model, not a matrix of points; use measure()")

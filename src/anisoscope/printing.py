@@ -16,7 +16,10 @@ from anisoscope.store import Store
 
 _BARS = "▁▂▃▄▅▆▇█"
 # A table that is piped or saved is not cut to the 80 columns of a terminal nobody looks at.
-_PIPED_WIDTH = 160
+_PIPED_WIDTH = 200
+# Characters a profile may take; deeper models show every second block, or every third.
+_PROFILE_WIDTH = 40
+_COLUMNS = ("embed", "lowest block", "highest block", "last block", "final_norm", "null", "points")
 
 
 def _console() -> Console:
@@ -71,7 +74,7 @@ def print_unit(unit: Unit, *, full: bool = False) -> None:
     stacks = list(dict.fromkeys(record.stack for record in records if record.site != "output"))
     for stack in stacks:
         here = [record for record in records if record.stack == stack and record.site != "output"]
-        console.print(_full_table(here) if full else _profile_table(here, stack))
+        console.print(_full_table(here) if full else _profile_table(here, stack, console.width))
     for record in records:
         if record.site == "output":
             tail = f" ({record.note})" if record.note else f" nats per token, {record.points} tokens"
@@ -92,33 +95,41 @@ def _notes(unit: Unit) -> list[str]:
     return [*unit.provenance["notes"], *single]
 
 
-def _profile_table(records: Sequence[Record], stack: str | None) -> Table:
+def _profile_table(records: Sequence[Record], stack: str | None, width: int) -> Table:
+    shown = _columns_for(width)
     table = Table(title=stack, title_justify="left", box=None, pad_edge=False)
     for name in ("estimator", "population", "over blocks"):
         table.add_column(name, no_wrap=True)
-    for name in ("embed", "lowest block", "highest block", "last block", "final_norm", "null", "points"):
+    for name in shown:
         table.add_column(name, justify="right", no_wrap=True)
     for metric, population in dict.fromkeys((record.metric, record.population) for record in records):
         rows = [record for record in records if (record.metric, record.population) == (metric, population)]
         by_site = {record.site: record for record in rows}
         blocks = sorted((row for row in rows if row.depth is not None), key=lambda row: site_order(row.site))
-        known = [row for row in blocks if not math.isnan(row.value)] or blocks
-        low = min(known, key=lambda row: row.value, default=None)
-        high = max(known, key=lambda row: row.value, default=None)
-        shown = high or rows[0]
-        table.add_row(
-            metric,
-            population,
-            sparkline([row.value for row in blocks]),
-            _cell(by_site.get("embed")),
-            _cell(low, named=True),
-            _cell(high, named=True),
-            _cell(blocks[-1] if blocks else None),
-            _cell(by_site.get("final_norm")),
-            format_value(shown.null),
-            f"{shown.batches} × {round(shown.points / max(shown.batches, 1))}",
-        )
+        known = [row for row in blocks if not math.isnan(row.value)] or blocks or rows
+        high = max(known, key=lambda row: row.value)
+        cells = {
+            "embed": _cell(by_site.get("embed")),
+            "lowest block": _cell(min(known, key=lambda row: row.value), named=True),
+            "highest block": _cell(high, named=True),
+            "last block": _cell(blocks[-1] if blocks else None),
+            "final_norm": _cell(by_site.get("final_norm")),
+            "null": format_value(high.null),
+            "points": f"{high.batches} × {round(high.points / max(high.batches, 1))}",
+        }
+        stride = math.ceil(len(blocks) / _PROFILE_WIDTH) or 1
+        profile = sparkline([row.value for row in blocks[::stride]])
+        table.add_row(metric, population, profile, *(cells[name] for name in shown))
     return table
+
+
+def _columns_for(width: int) -> tuple[str, ...]:
+    """What fits: a narrow terminal keeps the highest block and the null."""
+    if width >= 170:
+        return _COLUMNS
+    if width >= 135:
+        return tuple(name for name in _COLUMNS if name not in ("lowest block", "last block"))
+    return ("highest block", "null")
 
 
 def _cell(record: Record | None, *, named: bool = False) -> str:

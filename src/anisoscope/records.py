@@ -214,7 +214,9 @@ class Unit:
     def owners(self) -> list[dict[str, Any]]:
         """Who owns the leading axis, one entry per site: tokens, coordinates, and what first positions own together."""
         prefixes = (name.removesuffix(".shares") for name in self.attachments if name.endswith(".shares"))
-        return [self._owners_at(prefix) for prefix in prefixes]
+        listed = (self._owners_at(prefix) for prefix in prefixes)
+        # A store gives attachments back in an order of its own.
+        return sorted(listed, key=lambda entry: (entry["stack"] or "", site_order(entry["site"])))
 
     def _owners_at(self, prefix: str) -> dict[str, Any]:
         part = {name.removeprefix(f"{prefix}."): values for name, values in self.attachments.items()}

@@ -114,7 +114,8 @@ def _special_ids(tokenizer: Any) -> list[int]:
     named = ("bos_token_id", "eos_token_id", "sep_token_id", "pad_token_id", "cls_token_id", "mask_token_id")
     others = {getattr(tokenizer, name, None) for name in named}
     unknown = getattr(tokenizer, "unk_token_id", None)
-    return [number for number in tokenizer.all_special_ids if number != unknown or number in others]
+    ids: list[int] = tokenizer.all_special_ids
+    return [number for number in ids if number != unknown or number in others]
 
 
 def _characters_per_token(tape: _Tape, tokenizer: Any, rng: np.random.Generator) -> float:

@@ -1,5 +1,7 @@
 """The walk: documents -> token windows -> states at sites -> Clouds -> views -> metrics -> Records -> a Unit."""
 
+import contextlib
+import ctypes
 import math
 import platform
 import time
@@ -176,19 +178,22 @@ class _Walk:
         self.dims: dict[Site, int] = {}
         self.seconds: dict[Site, float] = defaultdict(float)
         self.losses: list[Evaluated] = []
+        self.rooms: dict[Site, Tensor] = {}
+        count, length = windows.token_ids.shape
+        self.pools = plan_pools(count, length, spec.batch_points)
 
     def run(self, progress: bool) -> Unit:
         count, length = self.windows.token_ids.shape
-        pools = plan_pools(count, length, self.spec.batch_points)
-        batches = sum(pool.batches for pool in pools)
+        batches = sum(pool.batches for pool in self.pools)
         if count * length < self.spec.batch_points:
             self.notes.append(f"{count * length} points in all, fewer than batch_points = {self.spec.batch_points}")
         elif batches < POOLED_BATCHES:
             self.notes.append(f"{batches} batches in all: pooled and dealt, but from fewer than {POOLED_BATCHES}")
         start = time.time()
         with show_progress(self.spec.model, total=count + batches * len(self.sites), shown=progress) as advance:
-            for pool in pools:
+            for pool in self.pools:
                 self._measure_pool(pool, advance)
+                _return_free_memory()
         return self._unit(time.time() - start)
 
     def _measure_pool(self, pool: _Pool, advance: Advance) -> None:
@@ -204,7 +209,7 @@ class _Walk:
         previous: dict[str | None, Tensor] = {}
         for site in self.sites:
             clock = time.time()
-            points = states.pop(site)
+            points = states[site]
             check_finite(site.name, points)
             here = tokens[site.stack]
             for number, hand in enumerate(hands, start=pool.first):
@@ -245,9 +250,8 @@ class _Walk:
 
     def _run_model(self, pool: _Pool, advance: Advance) -> tuple[dict[Site, Tensor], Tensor | None]:
         """States (tokens, d) of every site and losses (tokens) of a pool, in window order."""
-        parts: dict[Site, list[Tensor]] = defaultdict(list)
         losses: list[Tensor] = []
-        start = pool.start
+        start, length = pool.start, self.windows.token_ids.shape[1]
         while start < pool.stop:
             stop = min(start + self.batch_size, pool.stop)
             ids = torch.from_numpy(self.windows.token_ids[start:stop])
@@ -259,14 +263,23 @@ class _Walk:
             except (torch.OutOfMemoryError, RuntimeError) as error:
                 self._halve_batch(error)
                 continue
+            rows = slice((start - pool.start) * length, (stop - pool.start) * length)
             for site, state in captured.states.items():
-                parts[site].append(state.flatten(0, 1))
+                self._room_for(site, state)[rows] = state.flatten(0, 1)
             if loss is not None:
                 losses.append(loss.flatten())
             del captured
             advance(stop - start)
             start = stop
-        return {site: torch.cat(parts.pop(site)) for site in self.sites}, torch.cat(losses) if losses else None
+        points = (pool.stop - pool.start) * length
+        return {site: self.rooms[site][:points] for site in self.sites}, torch.cat(losses) if losses else None
+
+    def _room_for(self, site: Site, state: Tensor) -> Tensor:
+        """Room for the states of a pool, made once: allocating it anew for each pool would fragment memory."""
+        if site not in self.rooms:
+            points = max(pool.stop - pool.start for pool in self.pools) * state.shape[1]
+            self.rooms[site] = state.new_empty(points, state.shape[2])
+        return self.rooms[site]
 
     def _halve_batch(self, error: RuntimeError) -> None:
         """Go on with half as many windows in a forward pass where memory ran out; other errors are not ours to hide."""
@@ -372,6 +385,12 @@ class _Walk:
             note=answer.note,
             seconds=round(self.seconds[site], 6),
         )
+
+
+def _return_free_memory() -> None:
+    """Hand free heap pages back: glibc keeps the holes that thousands of large arrays leave, and would only grow."""
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _version_of(package: str) -> str:
