@@ -257,7 +257,7 @@ def test_files_folders_and_lines_become_documents(tmp_path):
     (tmp_path / "b.txt").write_bytes("\ufeffzweites Stück".encode())
     (tmp_path / "blank.txt").write_text(" \n")
     (tmp_path / "sub").mkdir()
-    (tmp_path / "sub" / "a.txt.gz").write_bytes(gzip.compress(b"first"))
+    (tmp_path / "sub" / "a.txt.gz").write_bytes(gzip.compress(b"first", mtime=0))
     (tmp_path / "sub" / "c.jsonl").write_text(
         '{"text": "one\u2028line"}\n\n{"text": "two", "id": 7}\n', encoding="utf-8"
     )
@@ -303,7 +303,9 @@ def test_half_a_surrogate_pair_is_not_text(tmp_path):
         load_corpus(str(tmp_path / "half.jsonl"))
 
 
-@pytest.mark.parametrize(("name", "data"), [("cut.gz", gzip.compress(b"words " * 99)[:-9]), ("enwik8.zip", b"no zip")])
+@pytest.mark.parametrize(
+    ("name", "data"), [("cut.gz", gzip.compress(b"words " * 99, mtime=0)[:-9]), ("enwik8.zip", b"no zip")]
+)
 def test_broken_archives_are_named(tmp_path, name, data):
     (tmp_path / name).write_bytes(data)
     with pytest.raises(CorpusError, match=f"{name} cannot be read"):
@@ -468,7 +470,7 @@ def test_enwik8_is_found_by_path_folder_and_cache_and_counts_its_bytes(tmp_path,
     raw = (tmp_path / "enwik8").read_bytes()
     data = tmp_path / "data"
     data.mkdir()
-    (data / "enwik8.gz").write_bytes(gzip.compress(raw))
+    (data / "enwik8.gz").write_bytes(gzip.compress(raw, mtime=0))
     (tmp_path / "other.bin").write_bytes(raw)
     by_path = load_corpus(f"enwik8:{tmp_path / 'other.bin'}")
     monkeypatch.setenv("ANISOSCOPE_DATA", str(data))

@@ -26,12 +26,12 @@ SMALL = {"tokens": 4096, "seq_len": 64, "batch_points": 512}
 
 @pytest.fixture(scope="module")
 def decoder(saved_models: dict[str, Path]) -> Model:
-    return load_model(str(saved_models["decoder"]))
+    return load_model(str(saved_models["decoder"]), device="cpu")
 
 
 @pytest.fixture(scope="module")
 def encoder(saved_models: dict[str, Path]) -> Model:
-    return load_model(str(saved_models["encoder"]))
+    return load_model(str(saved_models["encoder"]), device="cpu")
 
 
 def spec_for(corpus: Path, **changes: Any) -> an.Spec:

@@ -74,13 +74,16 @@ def draw_windows(
     """
     if seq_len < 1 or count < 1:
         raise SpecError(f"windows need seq_len and count of at least 1; got seq_len={seq_len}, count={count}")
-    added = tokenizer.num_special_tokens_to_add() if special_tokens else 0
-    if seq_len <= added:
-        raise SpecError(f"seq_len={seq_len} leaves no room for text: the tokenizer adds {added} special tokens")
+    frame = _frame(tokenizer, special_tokens)
+    room = seq_len - len(frame[0]) - len(frame[1])
+    if room < 1:
+        raise SpecError(
+            f"seq_len={seq_len} leaves no room for text: the tokenizer adds {seq_len - room} special tokens"
+        )
     tape, rng, notes = _Tape(corpus.documents), np.random.default_rng(seed), []
     if seq_len > tokenizer.model_max_length:
         notes.append(f"windows of {seq_len} tokens exceed the tokenizer's limit of {tokenizer.model_max_length}")
-    needed = (seq_len - added) * _characters_per_token(tape, tokenizer, rng)
+    needed = room * _characters_per_token(tape, tokenizer, rng)
     found, tokens = [], 0
     for stretch, kept in ((1.5, 1), (3.0, 1), (64.0, None)):
         spans = max(1, int(tape.length / (needed * stretch)))
@@ -88,7 +91,7 @@ def draw_windows(
             continue
         found, tokens, passed = [], 0, 0
         for index in rng.permutation(spans).tolist():
-            windows = _tokenise(tape, tokenizer, tape.span(index, spans), seq_len, special_tokens)
+            windows = _tokenise(tape, tokenizer, tape.span(index, spans), room, frame)
             tokens += sum(int((window[2] == 0).sum()) for window in windows)
             whole = [window for window in windows if window.shape[1] == seq_len]
             passed += not whole
@@ -127,46 +130,44 @@ def _characters_per_token(tape: _Tape, tokenizer: Any, rng: np.random.Generator)
     return sum(map(len, texts)) / max(tokens, 1)
 
 
+def _frame(tokenizer: Any, special_tokens: bool) -> tuple[list[int], list[int]]:
+    """The special tokens that the tokenizer puts before and after one sequence."""
+    if not special_tokens:
+        return [], []
+    built = tokenizer("a", return_special_tokens_mask=True, verbose=False)
+    ids, text = built["input_ids"], [place for place, added in enumerate(built["special_tokens_mask"]) if not added]
+    return (ids[: text[0]], ids[text[-1] + 1 :]) if text else (ids, [])
+
+
 def _tokenise(
-    tape: _Tape, tokenizer: Any, span: tuple[int, int], seq_len: int, special_tokens: bool
+    tape: _Tape, tokenizer: Any, span: tuple[int, int], room: int, frame: tuple[list[int], list[int]]
 ) -> list[Int[np.ndarray, "3 _"]]:
-    """Consecutive windows of one span, the last perhaps shorter; rows: token id, document, added by the tokenizer."""
-    windows = []
+    """Consecutive windows of one span, `room` tokens of text in a frame, the last perhaps shorter.
+
+    Rows: token id, document, added by the tokenizer. Cut here and not by the tokenizer's own truncation, whose overflow
+    some versions lose.
+    """
     if tokenizer.is_fast:
-        encoded = tokenizer(
-            tape.cut(*span),
-            add_special_tokens=special_tokens,
-            truncation=True,
-            max_length=seq_len,
-            return_overflowing_tokens=True,
-            return_offsets_mapping=True,
-            return_special_tokens_mask=True,
-            verbose=False,
-        )
-        keys = ("input_ids", "offset_mapping", "special_tokens_mask")
-        for ids, offsets, added in zip(*(encoded[key] for key in keys), strict=True):
-            first, past = np.array(offsets, dtype=np.int64).reshape(-1, 2).T
-            # The last character decides: a token may bring the separator before it along.
-            place = span[0] + np.maximum(past - 1, first)
-            windows.append(np.array([ids, np.searchsorted(tape.starts, place, side="right") - 1, added]))
+        encoded = tokenizer(tape.cut(*span), add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        ids = encoded["input_ids"]
+        first, past = np.array(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2).T
+        # The last character decides: a token may bring the separator before it along.
+        owners = np.searchsorted(tape.starts, span[0] + np.maximum(past - 1, first), side="right") - 1
     else:
-        tokens, owners = [], []
-        for document, text in tape.pieces(*span):
-            tokens += tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-            owners += [document] * (len(tokens) - len(owners))
-        room = seq_len - (tokenizer.num_special_tokens_to_add() if special_tokens else 0)
-        for start in range(0, len(tokens), room):
-            body = tokens[start : start + room]
-            ids = tokenizer.build_inputs_with_special_tokens(body) if special_tokens else body
-            lead = next(place for place in range(len(ids)) if ids[place : place + len(body)] == body)
-            window = np.array([ids, ids, np.ones_like(ids)])
-            window[1:, lead : lead + len(body)] = owners[start : start + room], np.zeros_like(body)
-            windows.append(window)
-    windows = [window for window in windows if (window[2] == 0).any()]
-    for window in windows:
-        text = np.flatnonzero(window[2] == 0)
-        nearest = np.searchsorted(text, np.arange(window.shape[1])).clip(max=len(text) - 1)
-        window[1] = window[1, text[nearest]]
+        pieces = [
+            (document, tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+            for document, text in tape.pieces(*span)
+        ]
+        ids = [token for _, tokens in pieces for token in tokens]
+        owners = np.array([document for document, tokens in pieces for _ in tokens], dtype=np.int64)
+    before, after = frame
+    windows = []
+    for start in range(0, len(ids), room):
+        body = [*before, *ids[start : start + room], *after]
+        documents = np.pad(owners[start : start + room], (len(before), len(after)), mode="edge")
+        added = np.ones(len(body), dtype=np.int64)
+        added[len(before) : len(body) - len(after)] = 0
+        windows.append(np.array([body, documents, added]))
     return windows
 
 

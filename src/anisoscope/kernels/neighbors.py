@@ -102,10 +102,11 @@ def _search(raw: Tensor, rows: Tensor, k: int, centred: Centred) -> _Found:
     screen, unit = centred.points, centred.scale
     kept = min(k + SPARE_CANDIDATES, n - 1)
     squares = squared_norms(screen)
+    narrow = squares.to(screen.dtype)
     gamma = (ROUNDING_SIGMAS * math.sqrt(d) + 4) * product_roundoff(screen)
     distances, indices, proven = [], [], []
     for block in rows.split(max(1, BLOCK_ELEMENTS // n)):
-        sums = (squares[block, None] + squares[None, :]).to(screen.dtype)
+        sums = narrow[block, None] + narrow[None, :]
         screened = sums.addmm_(screen[block], screen.T, alpha=-2)
         screened[torch.arange(len(block), device=raw.device), block] = torch.inf
         candidates = screened.topk(kept, dim=1, largest=False)
