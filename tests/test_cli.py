@@ -213,6 +213,8 @@ def test_an_interrupted_run_keeps_its_finished_units(
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        # A test run in the background inherits an ignored SIGINT, and would pass it on.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     deadline = time.time() + 120
     while not Store(run).keys() and time.time() < deadline:

@@ -43,7 +43,7 @@ def load_protocol(name: str) -> Protocol:
         name=name,
         title=data["title"],
         cite=data["cite"],
-        spec=data["spec"],
+        spec={name: tuple(value) if isinstance(value, list) else value for name, value in data["spec"].items()},
         models=tuple(data["models"]["encoders"] + data["models"]["decoders"]),
         dynamics=tuple(data["models"]["dynamics"]),
         notes=tuple(data["notes"]),
