@@ -394,7 +394,7 @@ def test_decoder_losses_are_defined_for_every_causal_family() -> None:
     for family in (family for family in FAMILIES if family.name in ("GPT-2", "OPT-350m", "Bloom", "Gemma-2", "Mamba")):
         module, ids = build(family, AutoModelForCausalLM), token_ids()
         model = adopt_model(module, None, name=family.name)
-        losses = token_losses(model, ids, capture(model, ids, ()), 0)
+        losses = token_losses(model, ids, capture(model, ids, ()), range(len(ids)))
         assert losses is not None
         with torch.no_grad():
             assert losses[:, :-1].mean() == pytest.approx(module(ids, labels=ids).loss.item(), rel=1e-5), family.name

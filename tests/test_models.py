@@ -595,7 +595,7 @@ def test_encoder_decoders_read_the_window_shifted_right() -> None:
 def test_causal_losses_average_to_the_loss_of_transformers() -> None:
     module, ids = gpt2(), token_ids(b=3, t=48)
     model = adopt_model(module, None, name="gpt2")
-    losses = token_losses(model, ids, capture(model, ids, ()), 0)
+    losses = token_losses(model, ids, capture(model, ids, ()), range(len(ids)))
     assert losses is not None
     assert losses.shape == ids.shape
     assert losses[:, -1].isnan().all()
@@ -606,16 +606,16 @@ def test_causal_losses_average_to_the_loss_of_transformers() -> None:
 def test_causal_losses_do_not_depend_on_the_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     model, ids = adopt_model(gpt2(), None, name="gpt2"), token_ids(t=20)
     captured = capture(model, ids, ())
-    whole = token_losses(model, ids, captured, 0)
+    whole = token_losses(model, ids, captured, range(len(ids)))
     monkeypatch.setattr("anisoscope.capture._CHUNK", 7)
-    torch.testing.assert_close(token_losses(model, ids, captured, 0), whole, equal_nan=True)
+    torch.testing.assert_close(token_losses(model, ids, captured, range(len(ids))), whole, equal_nan=True)
 
 
 def test_masked_losses_are_finite_on_masked_tokens_alone(tokenizer: Any) -> None:
     module = bert()
     model, ids = adopt_model(module, tokenizer, name="bert"), token_ids(b=16, t=60)
     ids[:, 0] = tokenizer.cls_token_id
-    losses = token_losses(model, ids, capture(model, ids, ()), 3)
+    losses = token_losses(model, ids, capture(model, ids, ()), range(3, 3 + len(ids)))
     assert losses is not None
     masked = losses.isfinite()
     assert losses[~masked].isnan().all()
@@ -625,7 +625,7 @@ def test_masked_losses_are_finite_on_masked_tokens_alone(tokenizer: Any) -> None
         labels = ids.masked_fill(~masked, -100)
         theirs = module(ids.masked_fill(masked, tokenizer.mask_token_id), labels=labels).loss.item()
     assert losses[masked].mean().item() == pytest.approx(theirs, rel=1e-5)
-    again, other = (token_losses(model, ids, capture(model, ids, ()), seed) for seed in (3, 4))
+    again, other = (token_losses(model, ids, capture(model, ids, ()), range(seed, seed + len(ids))) for seed in (3, 4))
     torch.testing.assert_close(again, losses, equal_nan=True)
     assert other is not None
     assert not torch.equal(other.isfinite(), masked)
@@ -634,7 +634,7 @@ def test_masked_losses_are_finite_on_masked_tokens_alone(tokenizer: Any) -> None
 def test_models_without_a_fitting_head_have_no_loss() -> None:
     bare, masked = adopt_model(gpt2(cls=GPT2Model), None, name="bare"), adopt_model(bert(), None, name="no mask token")
     for model in (bare, masked):
-        assert token_losses(model, token_ids(), capture(model, token_ids(), ()), 0) is None
+        assert token_losses(model, token_ids(), capture(model, token_ids(), ()), range(len(token_ids()))) is None
 
 
 def test_a_folder_of_sentence_transformers_loads_as_plain_bert(tokenizer: Any, tmp_path: Path) -> None:

@@ -115,6 +115,8 @@ def test_an_encoder_without_final_norm_is_measured_and_its_masked_loss(encoder: 
     assert 0.10 < loss.points / 4096 < 0.20
     (row,) = rows(unit, metric="leading_variance", population="typical", site="block.0")
     assert row.excluded >= 2 * 64  # [CLS] and [SEP] of every window
+    (again,) = rows(measure(spec_for(corpus_file), model=encoder, progress=False, batch_size=3), metric="loss")
+    assert again.values == pytest.approx(loss.values, rel=1e-5)  # the masks are those of the windows, not of the passes
 
 
 def test_the_same_spec_gives_the_same_bits(unit: an.Unit, decoder: Model, corpus_file: Path) -> None:
@@ -179,12 +181,14 @@ def test_sites_and_populations_can_be_chosen(decoder: Model, corpus_file: Path) 
 def test_linearity_compares_neighbouring_sites(decoder: Model, corpus_file: Path) -> None:
     spec = spec_for(corpus_file, metrics=("linearity",), populations=("all",), batch_points=1024)
     unit = measure(spec, model=decoder, progress=False)
+    order = ["embed", *(f"block.{k}" for k in range(6)), "final_norm"]
     for row in unit.records:
         if row.site == "embed":
             assert math.isnan(row.value)
             assert row.note == "there is no earlier site to compare with"
         else:
             assert 0.9 < row.value <= 1
+            assert row.variant == f"from={order[order.index(row.site) - 1]}"
             assert row.null == pytest.approx(128 / 1023 if row.metric == "procrustes_linearity" else -128 / 382)
 
 
@@ -326,6 +330,10 @@ def test_the_key_is_known_before_the_run(saved_models: dict[str, Path], corpus_f
     assert unit.spec.corpus_hash
     assert unit.spec.metrics[0] == ("leading_variance", 1)
     assert resolve(replace(spec, dtype="bfloat16")).key != before.key
+    with pytest.raises(SpecError, match="the Spec is about weights with hash"):
+        resolve(replace(before, weights="other"))
+    with pytest.raises(SpecError, match="the Spec is about corpus with hash"):
+        resolve(replace(before, corpus_hash="other"))
 
 
 def test_an_encoder_decoder_has_two_stacks_and_shifted_decoder_tokens(decoder: Model, corpus_file: Path) -> None:

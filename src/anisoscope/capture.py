@@ -1,7 +1,7 @@
 """Token batches in, states at sites and losses per token out: one forward pass with hooks."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -99,12 +99,12 @@ def _logits(model: Model, output: Any) -> Tensor | None:
 
 
 def token_losses(
-    model: Model, input_ids: Int[Tensor, "b t"], captured: Captured, generator_seed: int
+    model: Model, input_ids: Int[Tensor, "b t"], captured: Captured, seeds: Sequence[int]
 ) -> Float[Tensor, "b t"] | None:
     """Cross entropy in nats per token, in float32; NaN where it is undefined, None where the model has no head for it.
 
     Causal models: loss of the next token, at the position that predicts it (the last position predicts nothing).
-    Masked models: a second pass in which 15 % of the tokens that are not special (drawn by `generator_seed`) are
+    Masked models: a second pass in which 15 % of the tokens that are not special (drawn by each window's seed) are
     replaced by the mask token; the loss is defined at these alone.
     """
     if captured.logits is None:
@@ -118,7 +118,7 @@ def token_losses(
     mask_token = getattr(model.tokenizer, "mask_token_id", None)
     if mask_token is None:
         return None
-    masked = draw_masked(input_ids, tuple(model.tokenizer.all_special_ids), generator_seed)
+    masked = draw_masked(input_ids, tuple(model.tokenizer.all_special_ids), seeds)
     logits = _logits(model, run_module(model.module, input_ids.masked_fill(masked, mask_token)))
     assert logits is not None
     losses = torch.full(input_ids.shape, torch.nan, device=logits.device)
@@ -130,11 +130,12 @@ def token_losses(
 
 
 def draw_masked(
-    input_ids: Int[Tensor, "b t"], special_ids: tuple[int, ...], generator_seed: int
+    input_ids: Int[Tensor, "b t"], special_ids: tuple[int, ...], seeds: Sequence[int]
 ) -> Bool[Tensor, "b t"]:
-    """Which tokens are masked: each that is not special, with probability 0.15, by the seed alone."""
-    generator = torch.Generator().manual_seed(generator_seed)
-    drawn = torch.rand(input_ids.shape, generator=generator).to(input_ids.device) < MASKED_SHARE
+    """Which tokens are masked: each that is not special, with probability 0.15, by its window's seed alone."""
+    length = input_ids.shape[1]
+    chances = [torch.rand(length, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
+    drawn = torch.stack(chances).to(input_ids.device) < MASKED_SHARE
     return drawn & ~torch.isin(input_ids, input_ids.new_tensor(special_ids))
 
 

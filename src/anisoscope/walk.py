@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import itertools
 import math
 import platform
 import time
@@ -61,7 +62,10 @@ def resolve(spec: Spec, *, corpus: Corpus | None = None, model: Model | None = N
                 f"{metric.version} (CHANGELOG.md says what changed)"
             )
     corpus = corpus or load_corpus(spec.corpus)
-    weights = model.weights if model else spec.weights or hash_weights(spec.model, revision=spec.revision)
+    weights = model.weights if model else hash_weights(spec.model, revision=spec.revision)
+    for what, named, found in (("weights", spec.weights, weights), ("corpus", spec.corpus_hash, corpus.hash)):
+        if named not in (None, found):
+            raise SpecError(f"the Spec is about {what} with hash {named}, and what is here has {found}")
     return replace(
         spec,
         weights=weights,
@@ -179,6 +183,8 @@ class _Walk:
         self.seconds: dict[Site, float] = defaultdict(float)
         self.losses: list[Evaluated] = []
         self.rooms: dict[Site, Tensor] = {}
+        # Which measured site comes before a site in its stack: what metrics of neighbouring sites compare with.
+        self.sources = {site: before for before, site in itertools.pairwise(self.sites) if before.stack == site.stack}
         count, length = windows.token_ids.shape
         self.pools = plan_pools(count, length, spec.batch_points)
 
@@ -206,7 +212,6 @@ class _Walk:
             for hand in hands:
                 cloud = Cloud(points=torch.zeros(len(hand), 1), tokens=known.take(hand))
                 self.losses.append(evaluate(cloud, self.loss, self.settings))
-        previous: dict[str | None, Tensor] = {}
         for site in self.sites:
             clock = time.time()
             points = states[site]
@@ -214,7 +219,7 @@ class _Walk:
             here = tokens[site.stack]
             for number, hand in enumerate(hands, start=pool.first):
                 index = hand.to(points.device)
-                before = previous.get(site.stack)
+                before = states[self.sources[site]] if site in self.sources else None
                 cloud = Cloud(
                     points=points[index],
                     tokens=here.take(hand).to(points.device),
@@ -223,7 +228,6 @@ class _Walk:
                 )
                 self._measure_cloud(site, cloud, seed=_seed_for(self.spec.seed, number, 1))
                 advance(1)
-            previous[site.stack] = points
             self.dims[site] = points.shape[1]
             self.seconds[site] += time.time() - clock
 
@@ -259,7 +263,8 @@ class _Walk:
                 captured = capture(self.model, ids, self.sites)
                 loss = None
                 if self.loss is not None:
-                    loss = token_losses(self.model, ids, captured, _seed_for(self.spec.seed, start, 2))
+                    seeds = [_seed_for(self.spec.seed, window, 2) for window in range(start, stop)]
+                    loss = token_losses(self.model, ids, captured, seeds)
             except (torch.OutOfMemoryError, RuntimeError) as error:
                 self._halve_batch(error)
                 continue
@@ -305,7 +310,6 @@ class _Walk:
         if self.model.kind == "encoder-decoder" and stack == "decoder":
             # The decoder reads the window shifted right: position 0 holds the start token, p the token before p.
             ids, documents, special = (torch.cat([rows[:, :1], rows[:, :-1]], 1) for rows in (ids, documents, special))
-            special = special.clone()
             special[:, 0] = True
         positions = torch.arange(ids.shape[1]).expand_as(ids)
         return Tokens(
@@ -344,7 +348,9 @@ class _Walk:
     def _records(self) -> Iterator[Record]:
         for (site, population, metric), results in self.results.items():
             answer = summarize(results, metric, self.dims[site], self.settings)
-            yield self._record(site, population, metric, answer, self.excluded[site, population])
+            source = self.sources.get(site) if metric.needs == "pair" else None
+            variant = f"from={source.name}" if source else None
+            yield self._record(site, population, metric, answer, self.excluded[site, population], variant)
         if self.loss is not None:
             output = Site(name="output")
             answer = (
@@ -357,7 +363,9 @@ class _Walk:
             measured = self.windows.token_ids.size
             yield self._record(output, "all", self.loss, answer, measured - answer.points)
 
-    def _record(self, site: Site, population: str, metric: Metric, answer: Estimate, excluded: int) -> Record:
+    def _record(
+        self, site: Site, population: str, metric: Metric, answer: Estimate, excluded: int, variant: str | None = None
+    ) -> Record:
         spec = self.spec
         return Record(
             key=spec.key,
@@ -381,6 +389,7 @@ class _Walk:
             dropped=answer.dropped,
             excluded=excluded,
             dim=answer.dim,
+            variant=variant,
             values=answer.values,
             note=answer.note,
             seconds=round(self.seconds[site], 6),
