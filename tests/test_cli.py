@@ -1,6 +1,7 @@
 """The command line as a user meets it: what is printed where, and the exit codes."""
 
 import json
+import math
 import re
 import shutil
 import signal
@@ -14,6 +15,7 @@ from typer.testing import CliRunner, Result
 
 from anisoscope.cli import app
 from anisoscope.errors import CorpusError
+from anisoscope.printing import sparkline
 from anisoscope.store import Store
 
 COMMAND = [sys.executable, "-c", "from anisoscope.cli import main; main()"]
@@ -266,3 +268,10 @@ def test_demo_runs_offline_and_says_that_its_models_are_untrained(tmp_path: Path
 def test_version_and_help() -> None:
     assert call("--version").stdout.startswith("anisoscope ")
     assert "--owners" in call("measure", "--help").stdout
+
+
+def test_a_profile_line_starts_at_zero() -> None:
+    assert sparkline([1.0, 1.01, 0.99]) == "███"
+    assert sparkline([0.0, math.nan, 1.0]) == "▁ █"
+    assert sparkline([-1.0, 0.0, 1.0]) == "▁▅█"
+    assert sparkline([math.nan]) == ""

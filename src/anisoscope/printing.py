@@ -51,11 +51,12 @@ def format_spread(record: Record) -> str:
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """A profile in one line, from the lowest to the highest value; blanks where there is none."""
+    """A profile in one line; blanks where there is no value. Bars start at zero: what is flat looks flat."""
     known = [value for value in values if not math.isnan(value)]
     if not known:
         return ""
-    low, height = min(known), (max(known) - min(known)) or 1.0
+    low = min(0.0, *known)
+    height = max(0.0, *known) - low or 1.0
     return "".join(" " if math.isnan(v) else _BARS[min(7, int(8 * (v - low) / height))] for v in values)
 
 
