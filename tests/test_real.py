@@ -43,6 +43,11 @@ def test_a_real_decoders_bell_is_the_first_position_of_each_window() -> None:
     owner = next(entry for entry in unit.owners() if entry["site"] == "block.12")
     assert owner["first_position_share"] > 0.9
     assert {token["position"] for token in owner["tokens"]} == {0}
-    types, matched, plain = (profile(unit, "twonn", name)["block.20"] for name in ("types", "matched", "all"))
-    # Repeats, not sample size, pull the dimension down.
-    assert types > 1.5 * matched > 1.2 * plain * 0.8
+    types, matched = (
+        next(
+            row.values for row in unit.records if (row.metric, row.population, row.site) == ("twonn", name, "block.20")
+        )
+        for name in ("types", "matched")
+    )
+    # Repeats pull the dimension down: in every batch, at the same number of points.
+    assert all(one > other for one, other in zip(types, matched, strict=True))

@@ -18,8 +18,8 @@ from anisoscope.errors import CorpusError, ModelError, SpecError, StatesError
 from anisoscope.estimates import deal
 from anisoscope.metrics import all_metrics
 from anisoscope.models import Model, load_model
-from anisoscope.text import draw_windows
-from anisoscope.walk import measure, plan_pools, resolve
+from anisoscope.text import draw_windows, plan_pools
+from anisoscope.walk import measure, resolve
 
 SMALL = {"tokens": 4096, "seq_len": 64, "batch_points": 512}
 

@@ -1,10 +1,7 @@
-"""Documents -> token windows; token frequencies.
-
-draw_windows(corpus, tokenizer, ...) windows of equal length, in seeded random order from the whole corpus
-token_frequencies(corpus, tokenizer) how often each token id occurs
-"""
+"""Documents -> token windows -> pools; token frequencies."""
 
 import itertools
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,6 +12,9 @@ from jaxtyping import Bool, Int
 
 from anisoscope.corpora import SEPARATOR, Corpus
 from anisoscope.errors import CorpusError, SpecError
+
+# The points of this many batches are pooled and dealt out again, so that a batch holds points of many documents.
+POOLED_BATCHES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,3 +193,28 @@ def token_frequencies(corpus: Corpus, tokenizer: Any, *, at_most: int | None = N
             ids = ids[: at_most - int(counts.sum())]
         counts += np.bincount(ids, minlength=len(counts))
     return counts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pool:
+    """Windows whose points are pooled and dealt into `batches` batches, the first of which is number `first`."""
+
+    start: int
+    stop: int
+    batches: int
+    first: int
+
+
+def plan_pools(windows: int, seq_len: int, batch_points: int) -> list[Pool]:
+    """Cut the windows into equal pools of at least four batches of at least `batch_points` points each.
+
+    Fewer than four batches in all make one pool; fewer points than a batch make one batch.
+    """
+    count = max(1, windows // math.ceil(POOLED_BATCHES * batch_points / seq_len))
+    pools, first = [], 0
+    for number in range(count):
+        start, stop = number * windows // count, (number + 1) * windows // count
+        batches = max(1, (stop - start) * seq_len // batch_points)
+        pools.append(Pool(start=start, stop=stop, batches=batches, first=first))
+        first += batches
+    return pools

@@ -8,7 +8,7 @@ import platform
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -28,10 +28,8 @@ from anisoscope.models import Model, adopt_model, hash_weights, load_model
 from anisoscope.owners import AxisOwners
 from anisoscope.progress import Advance, show_progress
 from anisoscope.records import POPULATIONS, Estimate, Record, Site, Spec, Unit, step_of
-from anisoscope.text import Windows, draw_windows
+from anisoscope.text import POOLED_BATCHES, Pool, Windows, draw_windows, plan_pools
 
-# The points of this many batches are pooled and dealt out again, so that a batch holds points of many documents.
-POOLED_BATCHES = 4
 # Tokens in one forward pass where the batch size is left to us.
 FORWARD_TOKENS = 4096
 
@@ -138,31 +136,6 @@ def _fitting_length(spec: Spec, model: Model) -> int:
     return spec.seq_len
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Pool:
-    """Windows whose points are pooled and dealt into `batches` batches, the first of which is number `first`."""
-
-    start: int
-    stop: int
-    batches: int
-    first: int
-
-
-def plan_pools(windows: int, seq_len: int, batch_points: int) -> list[_Pool]:
-    """Cut the windows into equal pools of at least four batches of at least `batch_points` points each.
-
-    Fewer than four batches in all make one pool; fewer points than a batch make one batch.
-    """
-    count = max(1, windows // math.ceil(POOLED_BATCHES * batch_points / seq_len))
-    pools, first = [], 0
-    for number in range(count):
-        start, stop = number * windows // count, (number + 1) * windows // count
-        batches = max(1, (stop - start) * seq_len // batch_points)
-        pools.append(_Pool(start=start, stop=stop, batches=batches, first=first))
-        first += batches
-    return pools
-
-
 class _Walk:
     """One run of `measure`: what is accumulated while the pools go by."""
 
@@ -202,7 +175,7 @@ class _Walk:
                 _return_free_memory()
         return self._unit(time.time() - start)
 
-    def _measure_pool(self, pool: _Pool, advance: Advance) -> None:
+    def _measure_pool(self, pool: Pool, advance: Advance) -> None:
         states, losses = self._run_model(pool, advance)
         points_in_pool = (pool.stop - pool.start) * self.windows.token_ids.shape[1]
         hands = deal(points_in_pool, pool.batches, _seed_for(self.spec.seed, pool.first))
@@ -252,7 +225,7 @@ class _Walk:
         if any(metric.name == "leading_variance" for metric in self.metrics):
             self.owners[site].add(cloud)
 
-    def _run_model(self, pool: _Pool, advance: Advance) -> tuple[dict[Site, Tensor], Tensor | None]:
+    def _run_model(self, pool: Pool, advance: Advance) -> tuple[dict[Site, Tensor], Tensor | None]:
         """States (tokens, d) of every site and losses (tokens) of a pool, in window order."""
         losses: list[Tensor] = []
         start, length = pool.start, self.windows.token_ids.shape[1]
@@ -301,7 +274,7 @@ class _Walk:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
-    def _tokens(self, pool: _Pool, stack: str | None, losses: Tensor | None) -> Tokens:
+    def _tokens(self, pool: Pool, stack: str | None, losses: Tensor | None) -> Tokens:
         part = slice(pool.start, pool.stop)
         ids, documents, special = (
             torch.from_numpy(values[part])
