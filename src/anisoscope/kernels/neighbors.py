@@ -17,7 +17,7 @@ from anisoscope.kernels.gram import Centred, center, power_of_two_scale, product
 # Candidates kept beyond the k wanted: room for screening to get their order wrong.
 SPARE_CANDIDATES = 6
 # A dot product of d terms is off by at most λ√d · u (u the unit roundoff) with probability 1 - 2exp(-λ²/2) (Higham and
-# Mary 2019): at λ = 8 one bound in 10¹³ fails. The worst case d · u, four times larger at d = 1000, proves far fewer.
+# Mary 2019): at λ = 8 one bound in 10¹³ fails. The worst case d · u is four times larger at d = 1000.
 ROUNDING_SIGMAS = 8.0
 # Elements of one block of the distance matrix, and of one block of differences.
 BLOCK_ELEMENTS = 1 << 24
