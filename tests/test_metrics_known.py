@@ -179,12 +179,14 @@ def mean_cosine_by_pairs(points: Tensor) -> float:
 def test_mean_cosine_is_the_mean_over_all_pairs(dtype: torch.dtype) -> None:
     for offset in (0.0, 0.5, 10.0):
         points = (normal(60, 9) + offset).to(dtype)
-        assert value_of("mean_cosine", points) == pytest.approx(mean_cosine_by_pairs(points), abs=1e-14)
+        # Sums of float32 points are made in float32, around their mean.
+        tolerance = 1e-14 if dtype == torch.float64 else 1e-7
+        assert value_of("mean_cosine", points) == pytest.approx(mean_cosine_by_pairs(points), abs=tolerance)
 
 
 def test_mean_cosine_at_the_ends_of_its_range() -> None:
     assert value_of("mean_cosine", (uniform(50, 1) + 0.1) * normal(1, 8)) == pytest.approx(1, abs=1e-14)
-    assert value_of("mean_cosine", torch.tensor([[1.0, 2.0], [-2.0, -4.0]])) == pytest.approx(-1, abs=1e-14)
+    assert value_of("mean_cosine", torch.tensor([[1.0, 2.0], [-2.0, -4.0]])) == pytest.approx(-1, abs=1e-7)
     # A regular simplex around the origin: the least there can be is -1/(n - 1).
     simplex = torch.eye(6) - 1 / 6
     assert value_of("mean_cosine", simplex) == pytest.approx(-1 / 5, abs=1e-7)

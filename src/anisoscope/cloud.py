@@ -6,13 +6,22 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int, Shaped
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from anisoscope.errors import SpecError
 from anisoscope.kernels import gram
-from anisoscope.kernels.gram import Centred, GramSums, Moments, Pair
-from anisoscope.kernels.neighbors import Neighbors, Unique, drop_duplicates, first_occurrences, nearest_neighbors
+from anisoscope.kernels.gram import Centred, Directions, GramSums, Moments, Pair, row_norms
+from anisoscope.kernels.neighbors import (
+    Neighbors,
+    Products,
+    Unique,
+    drop_duplicates,
+    first_occurrences,
+    multiply,
+    nearest_neighbors,
+    squares_of_part,
+)
 from anisoscope.records import POPULATIONS
 
 # Consistency factor of the median absolute deviation with the standard deviation of a normal law.
@@ -62,13 +71,19 @@ class Cloud:
     def __len__(self) -> int:
         return self.points.shape[0]
 
+    whole: "Cloud | None" = None
+    index: Int[Tensor, " n"] | None = None
+    """Where this cloud is a part of another: which points of it. Views read what the whole has computed already."""
+
     def take(self, index: Int[Tensor, " m"]) -> "Cloud":
-        """The cloud of some of its points; views are made anew."""
+        """The cloud of some of its points."""
         return Cloud(
             points=self.points[index],
             tokens=None if self.tokens is None else self.tokens.take(index),
             previous=None if self.previous is None else self.previous[index],
             neighbor_count=self.neighbor_count,
+            whole=self,
+            index=index,
         )
 
     @cached_property
@@ -77,14 +92,31 @@ class Cloud:
         return gram.center(self.points)
 
     @cached_property
+    def products(self) -> Products:
+        """All products of two centred points; those of a part are around the mean of the whole."""
+        if self.whole is not None and self.index is not None:
+            return self.whole.products.take(self.index)
+        return multiply(self.centred)
+
+    @cached_property
     def moments(self) -> Moments:
         """Total variance, its leading part, the leading axis."""
-        return gram.moments(self.centred)
+        return gram.moments(self.centred, self.gram_sums.squares if self.neighbor_count else None)
 
     @cached_property
     def gram_sums(self) -> GramSums:
-        """Σλ and Σλ²."""
-        return gram.gram_sums(self.centred)
+        """Σλ and Σλ², from the products that the neighbours need anyway, where they do."""
+        squares = None
+        if self.neighbor_count and self.whole is not None and self.index is not None:
+            squares = squares_of_part(self.whole.products, self.index)
+        elif self.neighbor_count:
+            squares = self.products.row_squares.sum()
+        return gram.gram_sums(self.centred, squares)
+
+    @cached_property
+    def directions(self) -> Directions:
+        """The sum of the unit vectors along the points."""
+        return gram.sum_directions(self.points, self.centred)
 
     @cached_property
     def spectrum(self) -> Float[Tensor, " r"]:
@@ -99,8 +131,12 @@ class Cloud:
     @cached_property
     def neighbors(self) -> Neighbors:
         """Nearest neighbours among the distinct points; as many as were asked for and as there are."""
-        points = self.points[self.unique.index]
-        return nearest_neighbors(points, min(self.neighbor_count, len(points) - 1))
+        kept = torch.zeros(len(self), dtype=torch.bool, device=self.points.device)
+        kept[self.unique.index] = True
+        without = torch.nonzero(~kept).flatten() if self.unique.dropped else None
+        return nearest_neighbors(
+            self.points, min(self.neighbor_count, len(self.unique.index) - 1), self.products, without
+        )
 
     @cached_property
     def pair(self) -> Pair:
@@ -135,7 +171,8 @@ def select_population(
     if name == "content":
         return content
     if name == "typical":
-        return content[row_norms(points)[content] <= typical_limit(row_norms(points), typical_k)]
+        norms = row_norms(points)
+        return content[norms[content] <= typical_limit(norms, typical_k)]
     generator = torch.Generator().manual_seed(seed)
     shuffled = content[torch.randperm(len(content), generator=generator).to(points.device)]
     first = first_occurrences(tokens.ids[shuffled])
@@ -145,11 +182,6 @@ def select_population(
     if name == "matched":
         return torch.randperm(len(points), generator=generator).to(points.device)[: len(types)].sort().values
     raise SpecError(f"unknown population {name!r}; there are {', '.join(POPULATIONS)}")
-
-
-def row_norms(points: Shaped[Tensor, "n d"]) -> Float[Tensor, " n"]:
-    """Euclidean norms in float64."""
-    return torch.linalg.vector_norm(points, dim=1, dtype=torch.float64)
 
 
 def typical_limit(norms: Float[Tensor, " n"], k: float) -> Float[Tensor, ""]:

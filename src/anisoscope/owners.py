@@ -32,7 +32,8 @@ class AxisOwners:
         if tokens is None or leading <= 0:
             return
         axis = cloud.moments.axis.double()
-        shares = (cloud.centred.points.double() @ axis).square()
+        points = cloud.centred.points
+        shares = (points @ cloud.moments.axis.to(points.dtype)).double().square()
         shares = shares / shares.sum()
         top = shares.topk(min(LISTED, len(shares)))
         facts = (tokens.ids[top.indices], tokens.positions[top.indices], tokens.documents[top.indices])

@@ -154,6 +154,7 @@ class _Walk:
         self.owners: dict[Site, AxisOwners] = defaultdict(AxisOwners)
         self.dims: dict[Site, int] = {}
         self.seconds: dict[Site, float] = defaultdict(float)
+        self.cost: dict[str, float] = defaultdict(float)
         self.losses: list[Evaluated] = []
         self.rooms: dict[Site, Tensor] = {}
         # Which measured site comes before a site in its stack: what metrics of neighbouring sites compare with.
@@ -176,7 +177,8 @@ class _Walk:
         return self._unit(time.time() - start)
 
     def _measure_pool(self, pool: Pool, advance: Advance) -> None:
-        states, losses = self._run_model(pool, advance)
+        with self._clock("forward"):
+            states, losses = self._run_model(pool, advance)
         points_in_pool = (pool.stop - pool.start) * self.windows.token_ids.shape[1]
         hands = deal(points_in_pool, pool.batches, _seed_for(self.spec.seed, pool.first))
         tokens = {stack.name: self._tokens(pool, stack.name, losses) for stack in self.model.layout.stacks}
@@ -185,6 +187,8 @@ class _Walk:
             for hand in hands:
                 cloud = Cloud(points=torch.zeros(len(hand), 1), tokens=known.take(hand))
                 self.losses.append(evaluate(cloud, self.loss, self.settings))
+        # Which points most populations have depends on the tokens alone: found once for all sites.
+        parts: dict[tuple[str | None, int, str], Tensor] = {}
         for site in self.sites:
             clock = time.time()
             points = states[site]
@@ -199,20 +203,22 @@ class _Walk:
                     previous=None if before is None else before[hand.to(before.device)].to(points.device),
                     neighbor_count=self.neighbors,
                 )
-                self._measure_cloud(site, cloud, seed=_seed_for(self.spec.seed, number, 1))
+                self._measure_cloud(site, cloud, number, parts)
                 advance(1)
             self.dims[site] = points.shape[1]
             self.seconds[site] += time.time() - clock
 
-    def _measure_cloud(self, site: Site, cloud: Cloud, *, seed: int) -> None:
-        assert cloud.tokens is not None
+    def _measure_cloud(
+        self, site: Site, cloud: Cloud, number: int, parts: dict[tuple[str | None, int, str], Tensor]
+    ) -> None:
         views = {"all": cloud}
+        if self.neighbors:
+            with self._clock("neighbours"):
+                _ = cloud.products
         for metric in self.metrics:
             for name in self.spec.populations or metric.populations:
                 if name not in views:
-                    index = select_population(
-                        name, cloud.points, cloud.tokens, typical_k=self.spec.typical_k, seed=seed
-                    )
+                    index = self._part(name, site, cloud, number, parts)
                     views[name] = cloud.take(index)
                     self.excluded[site, name] += len(cloud) - len(index)
                 if metric.needs == "pair" and cloud.previous is None:
@@ -220,10 +226,31 @@ class _Walk:
                     note = "there is no earlier site to compare with"
                     result = Evaluated(value=nothing, points=len(views[name]), dropped=0, note=note)
                 else:
-                    result = evaluate(views[name], metric, self.settings)
+                    with self._clock("neighbours" if metric.needs == "neighbors" else "spectrum"):
+                        result = evaluate(views[name], metric, self.settings)
                 self.results[site, name, metric].append(result)
         if any(metric.name == "leading_variance" for metric in self.metrics):
             self.owners[site].add(cloud)
+
+    def _part(
+        self, name: str, site: Site, cloud: Cloud, number: int, parts: dict[tuple[str | None, int, str], Tensor]
+    ) -> Tensor:
+        """The points of a population, from `parts` where it does not depend on the states."""
+        assert cloud.tokens is not None
+        key = site.stack, number, name
+        if key not in parts:
+            seed = _seed_for(self.spec.seed, number, 1)
+            index = select_population(name, cloud.points, cloud.tokens, typical_k=self.spec.typical_k, seed=seed)
+            if name == "typical":
+                return index
+            parts[key] = index
+        return parts[key].to(cloud.points.device)
+
+    @contextlib.contextmanager
+    def _clock(self, part: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.cost[part] += time.perf_counter() - start
 
     def _run_model(self, pool: Pool, advance: Advance) -> tuple[dict[Site, Tensor], Tensor | None]:
         """States (tokens, d) of every site and losses (tokens) of a pool, in window order."""
@@ -301,6 +328,7 @@ class _Walk:
         provenance = {
             "time": datetime.now(UTC).isoformat(timespec="seconds"),
             "seconds": round(seconds, 3),
+            "cost": self._cost(seconds),
             "versions": {
                 "anisoscope": anisoscope.__version__,
                 "python": platform.python_version(),
@@ -314,6 +342,11 @@ class _Walk:
             "notes": list(dict.fromkeys(self.notes)),
         }
         return Unit(spec=self.spec, provenance=provenance, records=tuple(self._records()), attachments=attachments)
+
+    def _cost(self, seconds: float) -> dict[str, float]:
+        """Seconds by what they were spent on."""
+        parts = {part: round(self.cost[part], 3) for part in ("forward", "neighbours", "spectrum")}
+        return parts | {"rest": round(max(seconds - sum(parts.values()), 0.0), 3)}
 
     def _decode(self, token: int) -> str:
         return self.model.tokenizer.convert_ids_to_tokens(token)

@@ -3,35 +3,34 @@
 Notation: X (n, d) holds the points as rows, X̄ the centred ones, C = X̄ᵀX̄ / (n - 1) with eigenvalues λ₁ ≥ λ₂ ≥ ...
 """
 
+import math
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-# Relative error of λ₁ that the Lanczos iteration stops at, an order below the 1e-5 that is promised.
-LEADING_TOLERANCE = 1e-6
+# Relative error of λ₁ at which the Lanczos iteration stops; 1e-5 is promised, the rest is left to rounding.
+LEADING_TOLERANCE = 2e-6
 LANCZOS_STEPS = 256
-# With a Gram at hand a decomposition costs no more than this many steps.
-LANCZOS_STEPS_ON_GRAM = 64
-# Up to this width the product that makes the Gram costs less than the passes over the points that it saves.
-GRAM_WIDTH = 1024
+# Relative error that Σλ and Σλ² may have where a bound is built on them.
+SUMS_ERROR = 4e-6
+# Norms between which no fourth power overflows in float32 and no square of a small part vanishes: no need to scale.
+SAFE_RANGE = (2.0**-25, 2.0**25)
+MEAN_LEFT = 1e-5
 
 
 @dataclass(frozen=True, kw_only=True)
 class Centred:
-    """Points with their mean removed, divided by a power of two so that squares neither overflow nor vanish."""
+    """Points with their mean removed, divided by a power of two where their squares would overflow or vanish."""
 
     points: Float[Tensor, "n d"]
     scale: Float[Tensor, ""]
     """The power of two, in float64: `points * scale` are the centred points."""
-
-    @cached_property
-    def gram(self) -> Float[Tensor, "m m"]:
-        """The smaller of X̄ᵀX̄ and X̄X̄ᵀ, whose eigenvalues other than zero are the same."""
-        points = for_products(self.points)
-        return points.T @ points if points.shape[1] <= points.shape[0] else points @ points.T
+    squares: Float[Tensor, " n"]
+    """Squared norms of the rows of `points`, in float64."""
+    mean: Float[Tensor, " d"]
+    """What was taken away, divided by the scale, in float64."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +40,14 @@ class Moments:
     total: Float[Tensor, ""]
     leading: Float[Tensor, ""]
     axis: Float[Tensor, " d"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Directions:
+    """Σ x/‖x‖ over the points as they are, not centred, in float64, and their number; NaN where a point is zero."""
+
+    total: Float[Tensor, " d"]
+    count: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,44 +100,110 @@ def for_products(points: Float[Tensor, "n d"]) -> Float[Tensor, "n d"]:
 
 
 def center(points: Float[Tensor, "n d"]) -> Centred:
-    """Remove the mean, twice: the second pass takes away what rounding the first mean left behind."""
+    """Remove the mean; once more, and after scaling, where offset or scale made the first time inexact.
+
+    What is left of the mean is at most MEAN_LEFT times the root mean square norm: it adds its square to a variance.
+    """
     raw = points.to(working_dtype(points.dtype))
+    mean = _center_of(raw)
+    centred = raw - mean
+    squares = squared_norms(centred)
+    if SAFE_RANGE[0] <= float(squares.max().sqrt()) <= SAFE_RANGE[1]:
+        if float(_mean(centred).double().norm()) > MEAN_LEFT * float(squares.mean().sqrt()):
+            rest = _center_of(centred)
+            centred, mean = centred - rest, mean.double() + rest
+            squares = squared_norms(centred)
+        return Centred(points=centred, scale=torch.ones_like(squares[0]), squares=squares, mean=mean.double())
     first = power_of_two_scale(raw)
-    centred = _without_mean(raw / first.to(raw.dtype))
+    raw = raw / first.to(raw.dtype)
+    mean = _center_of(raw)
+    centred = raw - mean
     # A common offset sets the first scale; the variation may be many orders below it.
     second = power_of_two_scale(centred)
-    return Centred(points=_without_mean(centred / second.to(raw.dtype)), scale=first * second)
+    centred = centred / second.to(raw.dtype)
+    rest = _center_of(centred)
+    centred = centred - rest
+    mean = mean / second + rest
+    return Centred(points=centred, scale=first * second, squares=squared_norms(centred), mean=mean)
 
 
-def _without_mean(points: Float[Tensor, "n d"]) -> Float[Tensor, "n d"]:
-    low, high = points.aminmax(dim=0)
+def _mean(points: Float[Tensor, "n d"]) -> Float[Tensor, " d"]:
+    # As a product, which is much faster than a sum over the first axis.
+    weights = torch.full((len(points),), 1 / len(points), dtype=points.dtype, device=points.device)
+    return weights @ points
+
+
+def _center_of(points: Float[Tensor, "n d"]) -> Float[Tensor, " d"]:
+    mean = _mean(points)
     # The mean of equal numbers may round to another number, and that residue would later be taken for variation.
-    mean = torch.where(low == high, low, points.mean(0, dtype=torch.float64).to(points.dtype))
-    return points - mean
+    # Few columns are constant in their first rows, so that few are looked at whole.
+    low, high = points[:64].aminmax(dim=0)
+    suspects = torch.nonzero(low == high).flatten()
+    if len(suspects):
+        low, high = points[:, suspects].aminmax(dim=0)
+        mean[suspects] = torch.where(low == high, low, mean[suspects])
+    return mean
+
+
+def row_norms(points: Float[Tensor, "n d"]) -> Float[Tensor, " n"]:
+    """Euclidean norms, in float64."""
+    norms = torch.linalg.vector_norm(points.to(working_dtype(points.dtype)), dim=1).double()
+    if _is_safe(norms):
+        return norms
+    # Squares overflow or vanish, perhaps in float64 too: each row by its own scale.
+    exact = points.double()
+    largest = exact.abs().amax(1)
+    return torch.linalg.vector_norm(exact / torch.where(largest > 0, largest, 1)[:, None], dim=1) * largest
+
+
+def _is_safe(norms: Float[Tensor, " n"]) -> bool:
+    low, high = (float(end) for end in norms.aminmax())
+    return SAFE_RANGE[0] <= low and high <= SAFE_RANGE[1]
+
+
+def sum_directions(points: Float[Tensor, "n d"], centred: Centred) -> Directions:
+    """The sum of all unit vectors along the points.
+
+    With w = 1/‖x‖, Σ w x = Σ w (x - mean) + mean Σ w: around the mean, float32 sums do not drift.
+    """
+    norms = row_norms(points)
+    if _is_safe(norms) and float(centred.scale) == 1:
+        weights = norms.reciprocal()
+        total = weights.to(centred.points.dtype) @ centred.points + centred.mean * weights.sum()
+    else:
+        total = (points.double() / norms[:, None]).sum(0)
+    return Directions(total=total, count=len(points))
 
 
 def squared_norms(points: Float[Tensor, "n d"]) -> Float[Tensor, " n"]:
     """Row by row, then in float64: one float32 sum over millions of squares is off by 1e-4."""
-    return points.square().sum(1).double()
+    return torch.linalg.vector_norm(points, dim=1).double().square()
 
 
-def moments(centred: Centred) -> Moments:
-    """Total variance and its leading part, without a decomposition of the covariance."""
+def moments(centred: Centred, squares: Float[Tensor, ""] | None = None) -> Moments:
+    """Total variance and its leading part, without a decomposition of the covariance.
+
+    `squares`, Σλ² where it is known, lets the search for the leading part stop earlier.
+    """
     points = for_products(centred.points)
-    n, d = points.shape
-    unit = centred.scale.square() / max(n - 1, 1)
-    leading, axis = leading_eigenpair(points, centred.gram if d <= min(n, GRAM_WIDTH) else None)
-    total = squared_norms(points).sum()
+    unit = centred.scale.square() / max(len(points) - 1, 1)
+    total = centred.squares.sum()
+    leading, axis = leading_eigenpair(points, total, None if squares is None else squares / unit.square())
     # On a line the two are equal, and rounding may put the part above the whole.
     return Moments(total=total * unit, leading=torch.minimum(leading, total) * unit, axis=axis)
 
 
-def gram_sums(centred: Centred) -> GramSums:
-    """Σλ and Σλ² from the smaller of the two Grams: ‖X̄ᵀX̄‖²_F = ‖X̄X̄ᵀ‖²_F = Σ(n-1)²λ²."""
+def gram_sums(centred: Centred, squares: Float[Tensor, ""] | None = None) -> GramSums:
+    """Σλ and Σλ² from the smaller of the two Grams: ‖X̄ᵀX̄‖²_F = ‖X̄X̄ᵀ‖²_F = Σ(n-1)²λ².
+
+    `squares` is ‖X̄X̄ᵀ‖²_F where a search for neighbours has made these products already.
+    """
     n, d = centred.points.shape
     unit = centred.scale.square() / max(n - 1, 1)
-    total, squares = squared_norms(centred.points).sum(), squared_norms(centred.gram).sum()
-    return GramSums(total=total * unit, squares=squares * unit.square(), dim=int(d))
+    if squares is None:
+        points = for_products(centred.points)
+        squares = squared_norms(points.T @ points if d <= n else points @ points.T).sum()
+    return GramSums(total=centred.squares.sum() * unit, squares=squares * unit.square(), dim=int(d))
 
 
 def eigenvalues(centred: Centred) -> Float[Tensor, " r"]:
@@ -142,50 +215,58 @@ def eigenvalues(centred: Centred) -> Float[Tensor, " r"]:
 
 
 def leading_eigenpair(
-    points: Float[Tensor, "n d"], gram: Float[Tensor, "d d"] | None = None
+    points: Float[Tensor, "n d"], total: Float[Tensor, ""] | None = None, squares: Float[Tensor, ""] | None = None
 ) -> tuple[Float[Tensor, ""], Float[Tensor, " d"]]:
     """Largest eigenvalue of XᵀX (float64) and its unit eigenvector, by Lanczos with full reorthogonalisation.
 
-    Where `gram` holds XᵀX already, a step costs d² instead of 2nd.
+    With T the tridiagonal matrix after k steps, θ its largest eigenvalue, and β what couples the k-th basis vector to
+    the rest of the space: all eigenvalues of the rest are at most R, the smaller of Σλ - tr T and
+    √(Σλ² - ‖T‖²_F - 2β²), because they are not negative and because ‖XᵀX‖²_F is the sum over all four parts. So
 
-    A Ritz pair (θ, v) with residual ρ = ‖XᵀXv - θv‖ has an eigenvalue within ρ. It stops when ρ is below
-    LEADING_TOLERANCE · θ. The change from step to step and ρ²/gap with the gap between Ritz values, both smaller, are
-    not asked: where several eigenvalues lie close together at the top, their Ritz values are found one after the other,
-    and a gap between two of them says nothing. An axis that the random start misses by more than ρ allows is not found:
-    that takes two eigenvalues within 1e-3 of each other and bad luck, and then costs their difference. What has not
-    converged after that many steps goes to a full float64 decomposition.
+        θ ≤ λ₁ ≤ λ_max(T + β²/(θ - R) e_k e_kᵀ)   where R < θ,
+
+    and it stops when the two ends meet to LEADING_TOLERANCE. Spectra too flat for such a bound (R ≥ θ) go on until the
+    residual of the Ritz pair is that small: an eigenvalue is then as near; gaps between Ritz values, which would allow
+    to stop sooner, say nothing where several eigenvalues lie close together at the top. What has not converged after
+    LANCZOS_STEPS goes to a full float64 decomposition.
     """
     n, d = points.shape
     if min(n, d) <= 32:
         return _leading_by_decomposition(points)
+    trace = float("inf") if total is None else float(total) * (1 + SUMS_ERROR)
+    frobenius = float("inf") if squares is None else float(squares) * (1 + SUMS_ERROR)
     # A start of its own, the same for every cloud: the result depends on the points alone.
     start = torch.randn(d, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    vector = (start / start.norm()).to(points)
-    basis, diagonal, off_diagonal = [vector], [], []
-    for step in range(min(LANCZOS_STEPS if gram is None else LANCZOS_STEPS_ON_GRAM, d)):
-        image = points.T @ (points @ vector) if gram is None else gram @ vector
-        diagonal.append(float(torch.dot(image.double(), vector.double())))
-        known = torch.stack(basis, 1)
+    basis = points.new_empty(min(LANCZOS_STEPS, d) + 1, d)
+    basis[0] = (start / start.norm()).to(points)
+    diagonal, beside = torch.zeros(2, len(basis), dtype=torch.float64)
+    for step in range(len(basis) - 1):
+        vector, known = basis[step], basis[: step + 1]
+        image = (points @ vector) @ points
+        diagonal[step] = torch.dot(image.double(), vector.double())
         for _ in range(2):
-            image = image - known @ (known.T @ image)
-        remainder = float(image.double().norm())
+            image -= (known @ image) @ known
+        beside[step] = image.double().norm()
         # Steep spectra are done in a handful of steps; on flat ones asking at every step would cost more than stepping.
-        if step < 8 or step % 8 == 0:
-            ritz, coordinates = _tridiagonal_eigh(diagonal, off_diagonal)
-            theta = float(ritz[-1])
-            if remainder * abs(float(coordinates[-1, -1])) <= LEADING_TOLERANCE * theta:
-                axis = known @ coordinates[:, -1].to(points)
+        if step < 16 or step % 8 == 0:
+            tridiagonal = _tridiagonal(diagonal[: step + 1], beside[:step])
+            ritz, coordinates = torch.linalg.eigh(tridiagonal)
+            theta, coupling = float(ritz[-1]), float(beside[step])
+            error = coupling * abs(float(coordinates[-1, -1]))
+            outside = frobenius - float(tridiagonal.square().sum()) - 2 * coupling**2
+            rest = min(trace - float(diagonal.sum()), math.sqrt(max(outside, 0.0)))
+            if rest < theta and error > LEADING_TOLERANCE * theta:
+                tridiagonal[-1, -1] += coupling**2 / (theta - rest)
+                error = min(error, float(torch.linalg.eigvalsh(tridiagonal)[-1]) - theta)
+            if error <= LEADING_TOLERANCE * theta:
+                axis = coordinates[:, -1].to(points) @ known
                 return points.new_tensor(theta, dtype=torch.float64), axis / axis.norm()
-        vector = image / remainder
-        basis.append(vector)
-        off_diagonal.append(remainder)
+        basis[step + 1] = image / float(beside[step])
     return _leading_by_decomposition(points)
 
 
-def _tridiagonal_eigh(diagonal: list[float], off_diagonal: list[float]) -> tuple[Tensor, Tensor]:
-    main, beside = torch.tensor(diagonal, dtype=torch.float64), torch.tensor(off_diagonal, dtype=torch.float64)
-    eigen = torch.linalg.eigh(main.diag() + beside.diag(1) + beside.diag(-1))
-    return eigen.eigenvalues, eigen.eigenvectors
+def _tridiagonal(diagonal: Float[Tensor, " k"], beside: Float[Tensor, " k-1"]) -> Float[Tensor, "k k"]:
+    return diagonal.diag() + beside.diag(1) + beside.diag(-1)
 
 
 def _leading_by_decomposition(points: Float[Tensor, "n d"]) -> tuple[Float[Tensor, ""], Float[Tensor, " d"]]:

@@ -7,20 +7,27 @@ that no point outside its candidates could be nearer. Rows without one are searc
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
-from anisoscope.kernels.gram import Centred, center, power_of_two_scale, product_roundoff, squared_norms, working_dtype
+from anisoscope.kernels.gram import Centred, center, for_products, product_roundoff, working_dtype
 
 # Candidates kept beyond the k wanted: room for screening to get their order wrong.
-SPARE_CANDIDATES = 6
+SPARE_CANDIDATES = 3
 # A dot product of d terms is off by at most λ√d · u (u the unit roundoff) with probability 1 - 2exp(-λ²/2) (Higham and
 # Mary 2019): at λ = 8 one bound in 10¹³ fails. The worst case d · u is four times larger at d = 1000.
 ROUNDING_SIGMAS = 8.0
-# Elements of one block of the distance matrix, and of one block of differences.
-BLOCK_ELEMENTS = 1 << 24
+# Elements of one block of the distance matrix, and of one block of differences: caches hold them.
+BLOCK_ELEMENTS, DIFFERENCE_ELEMENTS = 1 << 20, 1 << 17
+# Up to this many points all products are kept, so that every part of the cloud can read its own from them.
+KEPT_POINTS = 8192
+# Rows of a symmetric product at one time, and of its mirror image.
+SYMMETRIC_ROWS, MIRRORED_ROWS = 256, 64
+# Distances below this, relative to the largest norm, are computed in float64: their squares vanish in float32.
+TINY = 2.0**-55
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,48 +47,119 @@ class Unique:
 
 
 def drop_duplicates(points: Float[Tensor, "n d"]) -> Unique:
-    """Find rows that repeat an earlier row exactly.
+    """Find rows that repeat an earlier row exactly; -0.0 equals 0.0.
 
-    Rows are hashed to 64 bits and rows of one hash compared with the first, so equality is exact; -0.0 equals 0.0.
+    Equal rows have equal norms, so only rows of one norm are compared.
     """
-    # Adding zero turns -0.0 into 0.0, whose bits differ.
-    bits = (points.to(working_dtype(points.dtype)) + 0.0).contiguous()
-    words = bits.view(torch.int64 if bits.dtype == torch.float64 else torch.int32).to(torch.int64)
-    generator = torch.Generator().manual_seed(0)
-    weights = torch.randint(-(2**62), 2**62, (words.shape[1],), generator=generator).to(words.device) | 1
-    # The multiplication wraps around; mixing high bits down first lets sign and exponent reach the low bits of the sum.
-    hashes = ((words ^ (words >> 17)) * weights).sum(1)
-    first = first_occurrences(hashes)
-    if not bool((bits == bits[first]).all()):
-        # Two different rows share a hash (odds of 2⁻⁶⁴ a pair): compare every row.
-        first = first_occurrences(torch.unique(bits, dim=0, return_inverse=True)[1])
+    rows = points.to(working_dtype(points.dtype))
+    first = first_occurrences(torch.linalg.vector_norm(rows, dim=1))
+    repeats = torch.nonzero(first != torch.arange(len(first), device=first.device)).flatten()
+    different = repeats[(rows[repeats] != rows[first[repeats]]).any(1)]
+    if len(different):
+        # Several rows may share a norm: whoever differs from the first of them is compared with the others.
+        others = torch.nonzero(torch.isin(first, first[different])).flatten()
+        first[others] = others[first_occurrences(torch.unique(rows[others] + 0.0, dim=0, return_inverse=True)[1])]
     index = torch.nonzero(first == torch.arange(len(first), device=first.device)).flatten()
     return Unique(index=index, dropped=len(points) - len(index))
 
 
-def first_occurrences(labels: Int[Tensor, " n"]) -> Int[Tensor, " n"]:
+def first_occurrences(labels: Shaped[Tensor, " n"]) -> Int[Tensor, " n"]:
     """For each entry, where its label first occurs: [7, 5, 7] gives [0, 1, 0]."""
     _, group = torch.unique(labels, return_inverse=True)
     order = torch.arange(len(labels), device=labels.device)
     return torch.full_like(order, len(labels)).scatter_reduce(0, group, order, "amin")[group]
 
 
-def nearest_neighbors(points: Float[Tensor, "n d"], k: int) -> Neighbors:
+@dataclass(frozen=True, kw_only=True)
+class Products:
+    """All products x̄ᵢ·x̄ⱼ of centred points: they serve neighbours, Σλ², and every part of the cloud."""
+
+    points: Float[Tensor, "n d"]
+    """As `Centred` has them, in float64 where torch is set to round float32 products."""
+    squares: Float[Tensor, " n"]
+    scale: Float[Tensor, ""]
+    matrix: Float[Tensor, "n n"] | None
+    """X̄X̄ᵀ; None where it is too large to be kept."""
+
+    @cached_property
+    def row_squares(self) -> Float[Tensor, " n"]:
+        """Σⱼ (x̄ᵢ·x̄ⱼ)² for each row, in float64."""
+        blocks = (self.rows(slice(start, stop)) for start, stop in _blocks(len(self.points), len(self.points)))
+        return torch.cat([torch.linalg.vector_norm(block, dim=1) for block in blocks]).double().square()
+
+    def rows(self, which: slice | Tensor) -> Float[Tensor, "b n"]:
+        """Some rows of X̄X̄ᵀ."""
+        return self.points[which] @ self.points.T if self.matrix is None else self.matrix[which]
+
+    def take(self, index: Int[Tensor, " m"]) -> "Products":
+        """The products of some of the points, around the same centre."""
+        kept = None if self.matrix is None else self.matrix[index].index_select(1, index)
+        return Products(points=self.points[index], squares=self.squares[index], scale=self.scale, matrix=kept)
+
+
+def multiply(centred: Centred) -> Products:
+    """All products: the part of the matrix right of its diagonal is computed, the other is its mirror image."""
+    points = for_products(centred.points)
+    n, matrix = len(points), None
+    if n <= KEPT_POINTS:
+        matrix = points.new_empty(n, n)
+        for start in range(0, n, SYMMETRIC_ROWS):
+            stop = start + SYMMETRIC_ROWS
+            torch.mm(points[start:stop], points[start:].T, out=matrix[start:stop, start:])
+        for start in range(0, n, MIRRORED_ROWS):
+            stop = start + MIRRORED_ROWS
+            matrix[stop:, start:stop] = matrix[start:stop, stop:].T
+    return Products(points=points, squares=centred.squares, scale=centred.scale, matrix=matrix)
+
+
+def squares_of_part(products: Products, index: Int[Tensor, " m"]) -> Float[Tensor, ""] | None:
+    """‖X̄X̄ᵀ‖²_F of some of the points around their own mean; None where rounding would spoil it.
+
+    About the common centre it is what the part's rows have less what they have with the points left out. Moving to the
+    part's own mean m, with C = X̄ᵀX̄ of its N points: ‖C - N m mᵀ‖²_F = ‖C‖²_F - 2N mᵀC m + N²‖m‖⁴.
+    """
+    left_out = torch.ones(len(products.points), dtype=torch.bool, device=index.device)
+    left_out[index] = False
+    outside = products.rows(torch.nonzero(left_out).flatten())[:, index].double().square().sum()
+    points, whole = products.points[index], products.row_squares[index].sum()
+    mean = points.mean(0, dtype=torch.float64)
+    shift, total = len(index) * mean.square().sum(), products.squares[index].sum()
+    # These are differences: where less than half is left of the larger number, digits are lost.
+    if 2 * float(outside) > float(whole) or 2 * float(shift) > float(total):
+        return None
+    along = (points @ mean.to(points.dtype)).double().square().sum()
+    return whole - outside - 2 * len(index) * along + shift.square()
+
+
+def nearest_neighbors(
+    points: Float[Tensor, "n d"], k: int, products: Products | None = None, without: Int[Tensor, " m"] | None = None
+) -> Neighbors:
     """The k nearest other points of every point, by Euclidean distance, exactly.
 
-    Needs n > k. Relative error of the distances at most 1e-6; exact repeats have distance exactly 0.
+    Needs n > k. Relative error of the distances at most 1e-6; exact repeats have distance exactly 0. `products` are
+    those of the points around any common centre. Points `without` are neither asked about nor counted as neighbours;
+    rows and indices of the answer count the others.
     """
-    raw = points.to(working_dtype(points.dtype))
-    scale = power_of_two_scale(raw)
-    raw = raw / scale.to(raw.dtype)
-    found = _search(raw, torch.arange(len(raw), device=raw.device), k, center(raw))
-    doubtful = torch.nonzero(~found.proven).flatten()
+    products = products or multiply(center(points))
+    raw = points.to(working_dtype(points.dtype)) / products.scale.to(working_dtype(points.dtype))
+    hidden = torch.zeros(len(raw), dtype=torch.bool, device=raw.device)
+    if without is not None:
+        hidden[without] = True
+    found = _search(raw, slice(0, len(raw)), k, products, hidden)
+    doubtful = torch.nonzero(~found.proven & ~hidden).flatten()
     if len(doubtful):
-        again = _search(raw, doubtful, k, center(raw.double()))
-        found.distances[doubtful], found.indices[doubtful] = again.distances, again.indices
+        centred = center(raw.double())
+        exact, unit = raw.double() / centred.scale, centred.scale
+        wide = Products(points=centred.points, squares=centred.squares, scale=unit, matrix=None)
+        again = _search(exact, doubtful, k, wide, hidden)
+        found.distances[doubtful], found.indices[doubtful] = again.distances * unit, again.indices
         for row in doubtful[~again.proven].tolist():
-            found.distances[row], found.indices[row] = _search_by_differences(raw, row, k)
-    return Neighbors(distances=found.distances * scale, indices=found.indices)
+            distances, found.indices[row] = _search_by_differences(exact, row, k, hidden)
+            found.distances[row] = distances * unit
+    distances, indices = found.distances * products.scale, found.indices
+    if without is not None:
+        distances, indices = distances[~hidden], (torch.cumsum(~hidden, 0) - 1)[indices[~hidden]]
+    return Neighbors(distances=distances, indices=indices)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,42 +169,65 @@ class _Found:
     proven: Tensor
 
 
-def _search(raw: Tensor, rows: Tensor, k: int, centred: Centred) -> _Found:
-    """Screen by products, refine by differences, and say which rows are proven.
+def _search(raw: Tensor, rows: slice | Tensor, k: int, products: Products, hidden: Tensor) -> _Found:
+    """Screen by products, refine by differences, and say which rows are proven; all in the units of `products`.
 
     A screened squared distance is off by at most γ(‖x‖ + ‖y‖)², γ from the dot product's rounding. A point with
-    ‖y‖ > ‖x‖ + r_k is farther than r_k whatever its screened value; for all others ‖y‖ ≤ ‖x‖ + r_k bounds the error, so
-    a row is proven when its worst candidate screens above r_k² + γ(2‖x‖ + r_k)². Outlier points do not weaken it.
+    ‖y‖ > ‖x‖ + r is farther than r whatever its screened value, so γ(2‖x‖ + r)² bounds the error for all that matter:
+    outlier points do not weaken it. The k nearest by screening give an upper bound r on the k-th distance; whoever is
+    truly nearer screens below r² + γ(2‖x‖ + r)². All candidates below that limit are refined, and a row is proven when
+    no point beyond its candidates is.
     """
     n, d = raw.shape
-    screen, unit = centred.points, centred.scale
+    order = torch.arange(n, device=raw.device)[rows]
     kept = min(k + SPARE_CANDIDATES, n - 1)
-    squares = squared_norms(screen)
-    narrow = squares.to(screen.dtype)
-    gamma = (ROUNDING_SIGMAS * math.sqrt(d) + 4) * product_roundoff(screen)
+    # A quarter more than the bound, for r itself is only bounded: γ is far below 1e-3.
+    gamma = 1.25 * (ROUNDING_SIGMAS * math.sqrt(d) + 8) * product_roundoff(products.points)
+    norms = products.squares.to(products.points.dtype).masked_fill(hidden, torch.inf)
     distances, indices, proven = [], [], []
-    for block in rows.split(max(1, BLOCK_ELEMENTS // n)):
-        sums = narrow[block, None] + narrow[None, :]
-        screened = sums.addmm_(screen[block], screen.T, alpha=-2)
-        screened[torch.arange(len(block), device=raw.device), block] = torch.inf
-        candidates = screened.topk(kept, dim=1, largest=False)
-        exact, order = _distances_to(raw, block, candidates.indices).sort(dim=1)
-        radius = exact[:, k - 1] / unit
-        margin = radius.square() + gamma * (2 * squares[block].sqrt() + radius).square()
-        proven.append((candidates.values.double().amax(1) >= margin) | (kept == n - 1))
-        distances.append(exact[:, :k])
-        indices.append(candidates.indices.gather(1, order)[:, :k])
+    for start, stop in _blocks(len(order), n):
+        mine = order[start:stop]
+        screened = torch.add(norms, products.rows(slice(start, stop) if isinstance(rows, slice) else mine), alpha=-2)
+        screened[torch.arange(len(mine), device=raw.device), mine] = torch.inf
+        nearest = screened.topk(min(kept + 1, n), dim=1, largest=False)
+        own = products.squares[mine, None]
+        values = (nearest.values.double() + own).clamp_min(0)
+        size, last = 2 * own.sqrt(), values[:, k - 1 : k]
+        reach = (last + gamma * (size + last.sqrt()).square()).sqrt()
+        limit = reach.square() + gamma * (size + reach).square()
+        proven.append((values[:, kept:] >= limit).all(1))
+        exact = torch.full_like(values[:, :kept], torch.inf)
+        exact[:, :k] = _distances_to(raw, mine, nearest.indices[:, :k])
+        row, column = torch.nonzero(values[:, k:kept] < limit, as_tuple=True)
+        exact[row, k + column] = _distances_to(raw, mine[row], nearest.indices[row, k + column][:, None])[:, 0]
+        ascending, places = exact.sort(dim=1)
+        distances.append(ascending[:, :k])
+        indices.append(nearest.indices.gather(1, places[:, :k]))
     return _Found(distances=torch.cat(distances), indices=torch.cat(indices), proven=torch.cat(proven))
 
 
+def _blocks(rows: int, columns: int) -> list[tuple[int, int]]:
+    step = max(1, BLOCK_ELEMENTS // columns)
+    return [(start, min(start + step, rows)) for start in range(0, rows, step)]
+
+
 def _distances_to(raw: Tensor, rows: Tensor, candidates: Tensor) -> Tensor:
-    at_once = max(1, BLOCK_ELEMENTS // (candidates.shape[1] * raw.shape[1]))
-    pairs = zip(rows.split(at_once), candidates.split(at_once), strict=True)
-    return torch.cat([(raw[some, None] - raw[theirs]).double().square().sum(-1).sqrt() for some, theirs in pairs])
+    (count, k), d = candidates.shape, raw.shape[1]
+    step = max(1, DIFFERENCE_ELEMENTS // max(1, k * d))
+    distances = torch.empty(count, k, dtype=torch.float64, device=raw.device)
+    for start in range(0, count, step):
+        some = slice(start, start + step)
+        differences = raw.index_select(0, candidates[some].flatten()).view(-1, k, d).sub_(raw[rows[some], None])
+        distances[some] = torch.linalg.vector_norm(differences, dim=2)
+    tiny = torch.nonzero(distances < TINY)
+    if len(tiny) and raw.dtype != torch.float64:
+        one, other = rows[tiny[:, 0]], candidates[tiny[:, 0], tiny[:, 1]]
+        distances[tiny[:, 0], tiny[:, 1]] = (raw[one].double() - raw[other].double()).norm(dim=1)
+    return distances
 
 
-def _search_by_differences(raw: Tensor, row: int, k: int) -> tuple[Tensor, Tensor]:
-    distances = (raw.double() - raw[row].double()).square().sum(1).sqrt()
+def _search_by_differences(raw: Tensor, row: int, k: int, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    distances = (raw - raw[row]).square().sum(1).sqrt().masked_fill(hidden, torch.inf)
     distances[row] = torch.inf
     nearest = distances.topk(k, largest=False)
     return nearest.values, nearest.indices

@@ -6,12 +6,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from anisoscope.kernels.gram import Directions
 from anisoscope.metrics.declaration import metric
 
 
 @metric(
     family="anisotropy",
-    needs="points",
+    needs="directions",
     version=1,
     invariant_to="rotation scale",
     bounds=(-1.0, 1.0),
@@ -20,7 +21,7 @@ from anisoscope.metrics.declaration import metric
     closed_form=lambda n, d: 0.0,
     undefined="some points are zero and have no direction",
 )
-def mean_cosine(points: Float[Tensor, "n d"]) -> Float[Tensor, ""]:
+def mean_cosine(directions: Directions) -> Float[Tensor, ""]:
     """Mean cosine of the angle between two different points.
 
         mean_cosine = (‖Σᵢ uᵢ‖² - n) / (n (n - 1)),   uᵢ = xᵢ / ‖xᵢ‖
@@ -34,12 +35,8 @@ def mean_cosine(points: Float[Tensor, "n d"]) -> Float[Tensor, ""]:
     >>> round(an.estimate(corner, ["mean_cosine"])["mean_cosine"].value, 6)
     0.333333
     """
-    exact = points.double()
-    largest = exact.abs().amax(1, keepdim=True)
-    scaled = exact / largest
-    units = scaled / torch.linalg.vector_norm(scaled, dim=1, keepdim=True)
-    n = points.shape[0]
-    return (units.sum(0).square().sum() - n) / (n * (n - 1))
+    n = directions.count
+    return (directions.total.square().sum() - n) / (n * (n - 1))
 
 
 @metric(
