@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: help demo test test-all lint format docs nulls parity clean
+.PHONY: help demo test test-all lint format docs nulls parity bench clean
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -41,6 +41,9 @@ nulls: $(READY)  ## simulate the shipped table of nulls again (minutes on a GPU,
 
 parity: $(READY) ## compare with the papers' code and other packages, in an environment of their own
 	$(BIN)/python scripts/parity.py
+
+bench: $(READY)  ## race the kernels and the walk against other packages and the bare forward pass; names what got slower
+	$(BIN)/python scripts/bench.py
 
 clean:           ## remove the environment and caches
 	rm -rf .venv .pytest_cache .ruff_cache

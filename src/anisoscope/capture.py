@@ -1,7 +1,7 @@
 """Token batches in, states at sites and losses per token out: one forward pass with hooks."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from anisoscope.errors import LayoutError, SpecError
+from anisoscope.kernels import has_triton
 from anisoscope.models import Model, sites_of
 from anisoscope.records import Site
 from anisoscope.trace import run_module, state_given, state_in
@@ -32,8 +33,15 @@ class Captured:
     """None where the model has no language-model head."""
 
 
-def capture(model: Model, input_ids: Int[Tensor, "b t"], sites: Iterable[Site]) -> Captured:
+def capture(
+    model: Model,
+    input_ids: Int[Tensor, "b t"],
+    sites: Iterable[Site],
+    into: Callable[[Site, Float[Tensor, "b t _d"]], None] | None = None,
+) -> Captured:
     """States at `sites` for one batch of windows of equal length, in the model's dtype and on its device.
+
+    `into` is handed each state the moment it is made and must copy what it keeps; without it, copies are returned.
 
     `embed` is what the first block is given, `block.k` what the k-th block call returns, `final_norm` what the final
     norm returns. Each state is copied the moment it is made, so that no later edit in place reaches it.
@@ -41,6 +49,7 @@ def capture(model: Model, input_ids: Int[Tensor, "b t"], sites: Iterable[Site]) 
     wanted = tuple(sites)
     shape = tuple(input_ids.shape)
     states: dict[Site, Tensor] = {}
+    seen: set[Site] = set()
     calls = Counter[tuple[str, bool]]()
     handles: list[Any] = []
     hooks = _hooks_for(model, wanted)
@@ -54,7 +63,11 @@ def capture(model: Model, input_ids: Int[Tensor, "b t"], sites: Iterable[Site]) 
         state = state_given(args, kwargs, shape) if place[1] else state_in(output, shape)
         if state is None:
             raise LayoutError(f"{site.name} showed no state of shape (batch, position, width) for an input of {shape}")
-        states[site] = state.detach().clone()
+        if into is None:
+            states[site] = state.detach().clone()
+        else:
+            into(site, state.detach())
+        seen.add(site)
 
     try:
         for path, before in hooks:
@@ -65,15 +78,16 @@ def capture(model: Model, input_ids: Int[Tensor, "b t"], sites: Iterable[Site]) 
     finally:
         for handle in handles:
             handle.remove()
-    missing = [site.name for site in wanted if site not in states]
+    missing = [site.name for site in wanted if site not in seen]
     if missing:
         raise LayoutError(f"{model.name}: no state was seen at {', '.join(missing)}")
-    return Captured(states={site: states[site] for site in wanted}, logits=_logits(model, output))
+    return Captured(states={site: states[site] for site in wanted if site in states}, logits=_logits(model, output))
 
 
 def _hooks_for(model: Model, sites: tuple[Site, ...]) -> dict[tuple[str, bool], dict[int, Site]]:
     """Which call of which module shows which site: (path, before the call?) -> number of the call -> site."""
-    unknown = [site for site in sites if site not in sites_of(model.layout)]
+    known = set(sites_of(model.layout))
+    unknown = [site for site in sites if site not in known]
     if unknown:
         raise SpecError(f"{model.name} has no site {unknown[0]}")
     hooks: dict[tuple[str, bool], dict[int, Site]] = {}
@@ -112,8 +126,14 @@ def token_losses(
     if model.head == "causal":
         targets = input_ids.to(captured.logits.device)
         losses = torch.full(targets.shape, torch.nan, device=targets.device)
-        for row, target, loss in zip(captured.logits, targets, losses, strict=True):
-            loss[:-1] = _cross_entropy(row[:-1], target[1:])
+        following = targets.roll(-1, 1)
+        if captured.logits.is_cuda:
+            # All at once, for a launch costs more than a window; what the last position seems to predict is taken out.
+            losses = _cross_entropy(captured.logits.flatten(0, 1), following.flatten()).view(targets.shape)
+            losses[:, -1] = torch.nan
+            return losses
+        for row, target, loss in zip(captured.logits, following, losses, strict=True):
+            loss[:-1] = _cross_entropy(row[:-1], target[:-1])
         return losses
     mask_token = getattr(model.tokenizer, "mask_token_id", None)
     if mask_token is None:
@@ -140,6 +160,10 @@ def draw_masked(
 
 
 def _cross_entropy(logits: Float[Tensor, "n v"], targets: Int[Tensor, " n"]) -> Float[Tensor, " n"]:
+    if logits.is_cuda and has_triton():
+        from anisoscope.kernels.fused import lose_tokens
+
+        return lose_tokens(logits, targets)
     # In chunks: a float32 copy of all logits is often larger than the model.
     pieces = zip(logits.split(_CHUNK), targets.split(_CHUNK), strict=True)
     return torch.cat([cross_entropy(part.float(), target, reduction="none") for part, target in pieces])

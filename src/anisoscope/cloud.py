@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -17,7 +18,6 @@ from anisoscope.kernels.neighbors import (
     Products,
     Unique,
     drop_duplicates,
-    first_occurrences,
     multiply,
     nearest_neighbors,
     squares_of_part,
@@ -41,6 +41,11 @@ class Tokens:
     def take(self, index: Int[Tensor, " m"]) -> "Tokens":
         """The same facts for some of the points."""
         return self._each(lambda values: values[index])
+
+    def facts(self, rows: list[int]) -> list[tuple[int, int, int]]:
+        """Id, position and document of some of the points."""
+        columns = (values.cpu().numpy()[rows].tolist() for values in (self.ids, self.positions, self.documents))
+        return list(zip(*columns, strict=True))
 
     def to(self, device: torch.device) -> "Tokens":
         """The same facts on another device."""
@@ -164,31 +169,40 @@ def select_population(
     random occurrence of each token id among `content`. `matched`: a seeded random subset of `all` with as many points
     as `types`, so that what repeats do and what sample size does can be told apart.
     """
-    everything = torch.arange(len(points), device=points.device)
-    if name == "all":
-        return everything
-    content = everything[(~tokens.special) & (tokens.positions > 0)]
-    if name == "content":
-        return content
     if name == "typical":
-        norms = row_norms(points)
-        return content[norms[content] <= typical_limit(norms, typical_k)]
+        return select_typical(points, select_members("content", tokens, seed=seed), typical_k)
+    return select_members(name, tokens, seed=seed)
+
+
+def select_members(name: str, tokens: Tokens, *, seed: int) -> Int[Tensor, " m"]:
+    """The populations that depend on the tokens alone, the same at every site: all but `typical`."""
+    n, device = len(tokens.ids), tokens.ids.device
+    if name == "all":
+        return torch.arange(n, device=device)
+    content = np.flatnonzero((~tokens.special & (tokens.positions > 0)).cpu().numpy())
+    if name == "content":
+        return torch.from_numpy(content).to(device)
     generator = torch.Generator().manual_seed(seed)
-    shuffled = content[torch.randperm(len(content), generator=generator).to(points.device)]
-    first = first_occurrences(tokens.ids[shuffled])
-    types = shuffled[first.unique()]
+    shuffled = content[torch.randperm(len(content), generator=generator).numpy()]
+    types = shuffled[np.unique(tokens.ids.cpu().numpy()[shuffled], return_index=True)[1]]
     if name == "types":
-        return types.sort().values
+        return torch.from_numpy(np.sort(types)).to(device)
     if name == "matched":
-        return torch.randperm(len(points), generator=generator).to(points.device)[: len(types)].sort().values
+        return torch.from_numpy(np.sort(torch.randperm(n, generator=generator).numpy()[: len(types)])).to(device)
     raise SpecError(f"unknown population {name!r}; there are {', '.join(POPULATIONS)}")
 
 
-def typical_limit(norms: Float[Tensor, " n"], k: float) -> Float[Tensor, ""]:
+def select_typical(points: Float[Tensor, "n d"], content: Int[Tensor, " m"], k: float) -> Int[Tensor, " t"]:
+    """The content whose norm is not far above the batch's median."""
+    norms = row_norms(points)
+    return content[norms[content] <= typical_limit(norms, k)]
+
+
+def typical_limit(norms: Float[Tensor, "*s n"], k: float) -> Float[Tensor, "*s"]:
     """The norm above which a token is no longer typical of its batch.
 
     Where norms are nearly constant the MAD alone would call a token 6 % above the median an outlier: hence 2 · median.
     """
-    median = norms.median()
-    spread = MAD_TO_STD * (norms - median).abs().median()
+    median = norms.median(-1).values
+    spread = MAD_TO_STD * (norms - median[..., None]).abs().median(-1).values
     return torch.maximum(median + k * spread, 2 * median)

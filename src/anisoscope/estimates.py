@@ -21,7 +21,7 @@ from anisoscope.records import Estimate
 class Evaluated:
     """One metric on one cloud."""
 
-    value: Tensor
+    value: Tensor | float
     points: int
     dropped: int
     note: str | None
@@ -37,12 +37,27 @@ def evaluate(cloud: Cloud, metric: Metric, settings: Mapping[str, Any]) -> Evalu
     elif metric.needs == "losses":
         points = len(cloud.losses)
     dim = cloud.previous.shape[1] if metric.needs == "pair" and cloud.previous is not None else cloud.dim
-    needed = metric.min_points(dim, settings.get("neighbors", 0))
+    value = torch.tensor(math.nan)
+    if points >= metric.min_points(dim, settings.get("neighbors", 0)):
+        value = apply(metric, getattr(cloud, metric.needs), settings)
+    return judge(metric, value, points, dropped, dim, settings)
+
+
+def apply(metric: Metric, view: Any, settings: Mapping[str, Any]) -> Tensor:
+    """The metric with the settings it reads."""
+    return metric(view, **{name: settings[name] for name in metric.settings})
+
+
+def judge(
+    metric: Metric, value: Tensor | float, points: int, dropped: int, dim: int, settings: Mapping[str, Any]
+) -> Evaluated:
+    """A value with the reason why it is none, where it is none."""
+    needed, note = metric.min_points(dim, settings.get("neighbors", 0)), None
     if points < needed:
+        value = value if isinstance(value, Tensor) else math.nan
         note = f"{points} {'distinct ' if dropped else ''}points, and it needs {needed}"
-        return Evaluated(value=torch.tensor(math.nan), points=points, dropped=dropped, note=note, null_dim=dim)
-    value = metric(getattr(cloud, metric.needs), **{name: settings[name] for name in metric.settings})
-    note = metric.undefined if value.isnan() else None
+    elif math.isnan(float(value)):
+        note = metric.undefined
     return Evaluated(value=value, points=points, dropped=dropped, note=note, null_dim=dim)
 
 

@@ -48,8 +48,10 @@ def null_of(metric: Metric, points: float | int, dim: int, settings: Mapping[str
     if not n_grid[0] <= points <= n_grid[-1] or not d_grid[0] <= dim <= d_grid[-1]:
         limits = f"{n_grid[0]:.0f}-{n_grid[-1]:.0f} points in {d_grid[0]:.0f}-{d_grid[-1]:.0f} dimensions"
         return math.nan, f"the null was simulated for {limits} only"
-    along_n = np.array([_interpolate(n_grid, column, points) for column in table.values.T])
-    return _interpolate(d_grid, along_n, dim), None
+    # Only the cells around `dim` are read.
+    around = _around(d_grid, dim)
+    along_n = np.array([_interpolate(n_grid, column, points) for column in table.values.T[around]])
+    return _interpolate(d_grid[around], along_n, dim), None
 
 
 def variant_of(metric: Metric, settings: Mapping[str, Any]) -> str:
@@ -66,14 +68,21 @@ def _interpolate(grid: np.ndarray, values: np.ndarray, at: float | int) -> float
     right = int(np.searchsorted(grid, at))
     if grid[right] == at:
         return float(values[right])
-    around = slice(max(right - 2, 0), right + 2)
-    x, y = np.log(grid[around]) - math.log(at), values[around]
-    if not (y > 0).all():
+    around = _around(grid, at)
+    y = values[around].tolist()
+    if not all(value > 0 for value in y):
         left = right - 1
         share = math.log(at / grid[left]) / math.log(grid[right] / grid[left])
         return float((1 - share) * values[left] + share * values[right])
-    weights = [np.prod([other / (other - own) for other in np.delete(x, i)]) for i, own in enumerate(x)]
-    return float(np.exp(np.dot(weights, np.log(y))))
+    x = [math.log(point / at) for point in grid[around].tolist()]
+    # Lagrange's weights at 0. In plain Python: for four numbers it is much faster than numpy.
+    weights = [math.prod(other / (other - own) for other in x if other != own) for own in x]
+    return math.exp(sum(weight * math.log(value) for weight, value in zip(weights, y, strict=True)))
+
+
+def _around(grid: np.ndarray, at: float | int) -> slice:
+    right = int(np.searchsorted(grid, at))
+    return slice(max(right - 2, 0), right + 2)
 
 
 @functools.cache

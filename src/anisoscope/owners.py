@@ -28,22 +28,26 @@ class AxisOwners:
 
     def add(self, cloud: Cloud) -> None:
         """Take in one batch; a cloud that does not vary has no axis and adds nothing."""
-        tokens, leading = cloud.tokens, float(cloud.moments.leading)
-        if tokens is None or leading <= 0:
+        tokens, points, axis = cloud.tokens, cloud.centred.points, cloud.moments.axis
+        if tokens is None or float(cloud.moments.leading) <= 0:
             return
-        axis = cloud.moments.axis.double()
-        points = cloud.centred.points
-        shares = (points @ cloud.moments.axis.to(points.dtype)).double().square()
+        shares = (points @ axis.to(points.dtype)).double().square()
         shares = shares / shares.sum()
         top = shares.topk(min(LISTED, len(shares)))
-        facts = (tokens.ids[top.indices], tokens.positions[top.indices], tokens.documents[top.indices])
-        rows = zip(top.values.tolist(), *(values.tolist() for values in facts), strict=True)
-        self.tokens += list(rows)
-        self.tokens = sorted(self.tokens, reverse=True)[:LISTED]
-        self.first_position.append(float(shares[tokens.positions == 0].sum()))
-        own = axis.square().cpu() * leading
-        self.coordinates = own if self.coordinates is None else self.coordinates + own
+        first = float(shares[tokens.positions == 0].sum())
+        self.take(top.values.tolist(), tokens.facts(top.indices.tolist()), first, float(cloud.moments.leading))
+        self.weigh((axis.double().square() * cloud.moments.leading).cpu())
+
+    def take(self, shares: list[float], facts: list[tuple[int, int, int]], first: float, leading: float) -> None:
+        """The largest shares of a batch with id, position and document of their tokens; first positions' part; λ₁."""
+        found = [(share, *fact) for share, fact in zip(shares, facts, strict=True)]
+        self.tokens = sorted([*self.tokens, *found], reverse=True)[:LISTED]
+        self.first_position.append(first)
         self.weight += leading
+
+    def weigh(self, coordinates: torch.Tensor) -> None:
+        """v_j² λ₁ of one batch, or its sum over several."""
+        self.coordinates = coordinates if self.coordinates is None else self.coordinates + coordinates
 
     def attach(self, prefix: str, decode: Callable[[int], str], titles: Sequence[str]) -> dict[str, np.ndarray]:
         """Arrays for the unit's attachments, which `Unit.owners` reads; texts as UTF-8 JSON."""

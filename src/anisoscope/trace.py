@@ -80,7 +80,8 @@ def run_module(module: nn.Module, input_ids: Int[Tensor, "b t"]) -> Any:
     with torch.no_grad(), evaluating(module):
         if "input_ids" not in accepted:
             return module(ids)
-        offered: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "use_cache": False, "return_dict": True}
+        # No attention mask: windows have no padding, and looking through one of ones would wait for the GPU each time.
+        offered: dict[str, Any] = {"use_cache": False, "return_dict": True}
         if is_encoder_decoder(module):
             config: Any = module.config
             starts = (getattr(config, f"{name}_token_id", None) for name in ("decoder_start", "bos", "pad"))

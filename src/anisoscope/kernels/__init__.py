@@ -1,1 +1,10 @@
-"""The arithmetic that must be fast and right. Each function has a float64 reference in tests/test_kernels.py."""
+"""The arithmetic that must be fast: plain torch, with Triton twins in `fused`."""
+
+import functools
+import importlib.util
+
+
+@functools.cache
+def has_triton() -> bool:
+    """Whether `fused` can be imported."""
+    return importlib.util.find_spec("triton") is not None

@@ -1,5 +1,7 @@
 """Centring, second moments and the leading eigenvalue of a cloud of points.
 
+Views may have leading axes `*s`: one entry a cloud where several were measured at once (stack.py).
+
 Notation: X (n, d) holds the points as rows, X̄ the centred ones, C = X̄ᵀX̄ / (n - 1) with eigenvalues λ₁ ≥ λ₂ ≥ ...
 """
 
@@ -11,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 # Relative error of λ₁ at which the Lanczos iteration stops; 1e-5 is promised, the rest is left to rounding.
-LEADING_TOLERANCE = 2e-6
+LEADING_TOLERANCE = 5e-6
 LANCZOS_STEPS = 256
 # Relative error that Σλ and Σλ² may have where a bound is built on them.
 SUMS_ERROR = 4e-6
@@ -37,17 +39,17 @@ class Centred:
 class Moments:
     """Total variance Σλ and its largest part λ₁ with the axis it lies along. All float64 but the axis."""
 
-    total: Float[Tensor, ""]
-    leading: Float[Tensor, ""]
-    axis: Float[Tensor, " d"]
+    total: Float[Tensor, "*s"]
+    leading: Float[Tensor, "*s"]
+    axis: Float[Tensor, "*s d"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Directions:
     """Σ x/‖x‖ over the points as they are, not centred, in float64, and their number; NaN where a point is zero."""
 
-    total: Float[Tensor, " d"]
-    count: int
+    total: Float[Tensor, "*s d"]
+    count: Float[Tensor, "*s"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,8 +64,8 @@ class Pair:
 class GramSums:
     """Σλ and Σλ² of the covariance, in float64, and the number of dimensions."""
 
-    total: Float[Tensor, ""]
-    squares: Float[Tensor, ""]
+    total: Float[Tensor, "*s"]
+    squares: Float[Tensor, "*s"]
     dim: int
 
 
@@ -172,7 +174,7 @@ def sum_directions(points: Float[Tensor, "n d"], centred: Centred) -> Directions
         total = weights.to(centred.points.dtype) @ centred.points + centred.mean * weights.sum()
     else:
         total = (points.double() / norms[:, None]).sum(0)
-    return Directions(total=total, count=len(points))
+    return Directions(total=total, count=total.new_tensor(len(points)))
 
 
 def squared_norms(points: Float[Tensor, "n d"]) -> Float[Tensor, " n"]:

@@ -32,10 +32,11 @@ TINY = 2.0**-55
 
 @dataclass(frozen=True, kw_only=True)
 class Neighbors:
-    """Distances (ascending, float64) from each point to its nearest others, and which points those are."""
+    """Distances (ascending, float64) from each point to its nearest others; NaN for points that do not take part."""
 
-    distances: Float[Tensor, "n k"]
-    indices: Int[Tensor, "n k"]
+    distances: Float[Tensor, "*s n k"]
+    indices: Int[Tensor, "*s n k"] | None = None
+    """Which points those are, where that was kept."""
 
 
 @dataclass(frozen=True, kw_only=True)

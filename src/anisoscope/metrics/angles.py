@@ -20,8 +20,9 @@ from anisoscope.metrics.declaration import metric
     null="exact",
     closed_form=lambda n, d: 0.0,
     undefined="some points are zero and have no direction",
+    stacked=True,
 )
-def mean_cosine(directions: Directions) -> Float[Tensor, ""]:
+def mean_cosine(directions: Directions) -> Float[Tensor, "*s"]:
     """Mean cosine of the angle between two different points.
 
         mean_cosine = (‖Σᵢ uᵢ‖² - n) / (n (n - 1)),   uᵢ = xᵢ / ‖xᵢ‖
@@ -36,7 +37,7 @@ def mean_cosine(directions: Directions) -> Float[Tensor, ""]:
     0.333333
     """
     n = directions.count
-    return (directions.total.square().sum() - n) / (n * (n - 1))
+    return (directions.total.square().sum(-1) - n) / (n * (n - 1))
 
 
 @metric(

@@ -49,6 +49,8 @@ class Metric:
     """What the data look like when the value is NaN."""
     default: bool
     """Whether asking for its family brings it along."""
+    stacked: bool
+    """Whether it takes views of many clouds at once: leading axes in, leading axes out."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """The number itself."""
@@ -81,6 +83,7 @@ def metric(
     undefined: str = "the points do not vary",
     name: str | None = None,
     default: bool = True,
+    stacked: bool = False,
 ) -> Callable[[Callable[..., Tensor]], Metric]:
     """Declare and register a metric; third parties do the same in the entry-point group `anisoscope.metrics`."""
     if null in ("exact", "independent") and closed_form is None:
@@ -107,6 +110,7 @@ def metric(
             min_points=_as_function(min_points),
             undefined=undefined,
             default=default,
+            stacked=stacked,
         )
         if declared.name in _REGISTRY:
             raise TypeError(f"two metrics are called {declared.name!r}")

@@ -10,10 +10,10 @@ from anisoscope.metrics.declaration import DIMENSIONAL, Metric, metric
 GRIDE_SCALES = (2, 4, 8, 16, 32, 64)
 
 
-def _log_ratios(neighbors: Neighbors, near: int, far: int) -> Float[Tensor, " n"]:
-    """log μ, μ = r_far / r_near, ascending."""
+def _log_ratios(neighbors: Neighbors, near: int, far: int) -> Float[Tensor, "*s n"]:
+    """log μ, μ = r_far / r_near, ascending; NaN, for points that take no part, last."""
     distances = neighbors.distances
-    return torch.log(distances[:, far - 1] / distances[:, near - 1]).sort().values
+    return torch.log(distances[..., far - 1] / distances[..., near - 1]).sort(-1).values
 
 
 def _kept(n: int, discard_fraction: float) -> int:
@@ -32,8 +32,9 @@ def _kept(n: int, discard_fraction: float) -> int:
     neighbors=2,
     min_points=3,
     undefined="all ratios of distances are 1, or too few are kept",
+    stacked=True,
 )
-def twonn(neighbors: Neighbors, *, discard_fraction: float = 0.1) -> Float[Tensor, ""]:
+def twonn(neighbors: Neighbors, *, discard_fraction: float = 0.1) -> Float[Tensor, "*s"]:
     """Dimension from the ratio of the two nearest distances, by a straight line through the origin.
 
         d = Σ xᵢyᵢ / Σ xᵢ²,   xᵢ = log μ₍ᵢ₎,   yᵢ = -log(1 - i/N),   μ = r₂ / r₁,   i ≤ (1 - discard) N
@@ -45,13 +46,12 @@ def twonn(neighbors: Neighbors, *, discard_fraction: float = 0.1) -> Float[Tenso
     needed sign and logarithm; its released code fits as we do, on the lowest 20 % (discard_fraction .8).
     """
     log_mu = _log_ratios(neighbors, 1, 2)
-    n = len(log_mu)
-    kept = _kept(n, discard_fraction)
-    if kept < 2:
-        return torch.full_like(log_mu.sum(), torch.nan)
-    x = log_mu[:kept]
-    y = -torch.log1p(-torch.arange(1, kept + 1, dtype=x.dtype, device=x.device) / n)
-    return (x * y).sum() / x.square().sum()
+    n = (~log_mu.isnan()).sum(-1, keepdim=True)
+    kept = torch.minimum(torch.floor(n * (1 - discard_fraction) + 1e-9), n - 1)
+    rank = torch.arange(1, log_mu.shape[-1] + 1, dtype=log_mu.dtype, device=log_mu.device)
+    x = torch.where(rank <= kept, log_mu, 0.0)
+    y = torch.where(rank <= kept, -torch.log1p(-rank / n), 0.0)
+    return torch.where(kept[..., 0] >= 2, (x * y).sum(-1) / x.square().sum(-1), torch.nan)
 
 
 @metric(

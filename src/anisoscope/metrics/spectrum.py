@@ -9,9 +9,15 @@ from anisoscope.metrics.declaration import metric
 
 
 @metric(
-    family="anisotropy", needs="moments", version=1, bounds=(0.0, 1.0), cite="razzhigaev2024shape", null="isotropic"
+    family="anisotropy",
+    needs="moments",
+    version=1,
+    bounds=(0.0, 1.0),
+    cite="razzhigaev2024shape",
+    null="isotropic",
+    stacked=True,
 )
-def leading_variance(moments: Moments) -> Float[Tensor, ""]:
+def leading_variance(moments: Moments) -> Float[Tensor, "*s"]:
     """Share of the variance along the first principal axis.
 
         leading_variance = λ₁ / Σᵢ λᵢ
@@ -28,8 +34,8 @@ def leading_variance(moments: Moments) -> Float[Tensor, ""]:
     return moments.leading / moments.total
 
 
-@metric(family="isotropy", needs="gram_sums", version=1, cite="gao2017theory", null="isotropic")
-def participation_ratio(gram_sums: GramSums) -> Float[Tensor, ""]:
+@metric(family="isotropy", needs="gram_sums", version=1, cite="gao2017theory", null="isotropic", stacked=True)
+def participation_ratio(gram_sums: GramSums) -> Float[Tensor, "*s"]:
     """How many axes the variance is spread over, by second moments.
 
         participation_ratio = (Σλ)² / Σλ²
@@ -53,8 +59,9 @@ def participation_ratio(gram_sums: GramSums) -> Float[Tensor, ""]:
     cite="rudman2022isoscore",
     null="isotropic",
     undefined="the points do not vary, or have one coordinate",
+    stacked=True,
 )
-def isoscore(gram_sums: GramSums) -> Float[Tensor, ""]:
+def isoscore(gram_sums: GramSums) -> Float[Tensor, "*s"]:
     """How evenly the variance uses all d axes.
 
         IsoScore = (PR - 1) / (d - 1),   PR = (Σλ)² / Σλ²
@@ -75,8 +82,9 @@ def isoscore(gram_sums: GramSums) -> Float[Tensor, ""]:
     null="isotropic",
     settings=("isoscore_zeta",),
     undefined="the points do not vary, or have one coordinate",
+    stacked=True,
 )
-def isoscore_star(gram_sums: GramSums, *, isoscore_zeta: float = 0.25) -> Float[Tensor, ""]:
+def isoscore_star(gram_sums: GramSums, *, isoscore_zeta: float = 0.25) -> Float[Tensor, "*s"]:
     """IsoScore of a covariance shrunk towards an isotropic one.
 
         C* = (1 - ζ) C + ζ (tr C / d) I,   Σλ*² = (1 - ζ)² Σλ² + (1 - (1 - ζ)²) (Σλ)² / d
@@ -89,7 +97,7 @@ def isoscore_star(gram_sums: GramSums, *, isoscore_zeta: float = 0.25) -> Float[
     return _isoscore_from(gram_sums.total.square() / squares, gram_sums.dim)
 
 
-def _isoscore_from(ratio: Float[Tensor, ""], dim: int) -> Float[Tensor, ""]:
+def _isoscore_from(ratio: Float[Tensor, "*s"], dim: int) -> Float[Tensor, "*s"]:
     return (ratio - 1) / (dim - 1) if dim > 1 else torch.full_like(ratio, torch.nan)
 
 
