@@ -68,6 +68,10 @@ def test_json_is_an_array_of_records_and_nothing_else(saved_models: dict[str, Pa
         "--json",
     )  # fmt: skip
     records = json.loads(done.stdout)
+    costs = {part: records[0][f"seconds_{part}"] for part in ("forward", "neighbours", "spectrum", "rest")}
+    assert costs["forward"] > 0
+    assert costs["spectrum"] > 0
+    assert all({part: row[f"seconds_{part}"] for part in costs} == costs for row in records)
     assert {row["metric"] for row in records} == {
         "leading_variance",
         "procrustes_linearity",

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from anisoscope.cloud import Cloud
 from anisoscope.kernels import gram, neighbors
 from anisoscope.kernels.gram import center, eigenvalues, gram_sums, leading_eigenpair, moments, power_of_two_scale
 from anisoscope.kernels.neighbors import drop_duplicates, first_occurrences, nearest_neighbors
@@ -361,6 +362,7 @@ def assert_neighbors_are_right(points: Tensor, k: int) -> None:
     every = reference_distances(points)
     expected = every.sort(dim=1).values[:, :k]
     found = nearest_neighbors(points, k)
+    assert found.indices is not None
     distances, indices = found.distances.cpu(), found.indices.cpu()
     assert distances.dtype == torch.float64
     assert distances.shape == indices.shape == (len(points), k)
@@ -500,3 +502,125 @@ def test_rows_of_equal_hash_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> N
 def test_first_occurrences_are_those_of_a_list(labels: list[int]) -> None:
     found = first_occurrences(torch.tensor(labels, dtype=torch.int64))
     assert found.tolist() == [labels.index(label) for label in labels]
+
+
+def draw_hostile(kind: str, n: int, d: int, seed: int) -> Tensor:
+    """The clouds that fool fast arithmetic, each in one way."""
+    points = normal(n, d, seed=seed) * torch.arange(1, d + 1) ** -0.5
+    others = points[torch.arange(n) // 2]
+    if kind == "repeats":
+        return others.float()
+    if kind.startswith("near-repeats"):
+        return others + float(kind.split()[-1]) * normal(n, d, seed=seed + 1)
+    if kind == "offset 1e4":
+        return (points + 1e4).float()
+    if kind == "one row 1e4 times larger":
+        return with_outlier(points, 1e4).float()
+    if kind == "several rows 300 times larger":
+        points[::9] *= 300
+        return points.float()
+    if kind == "two equal leading axes":
+        return with_spectrum(torch.tensor([1.0, 1.0, *torch.full((min(n, d) - 2,), 0.01)]), n, d, seed=seed).float()
+    if kind == "subnormals":
+        return (points * 1e-39).float()
+    return points.to({"bfloat16": torch.bfloat16, "plain": torch.float32}[kind])
+
+
+HOSTILE = (
+    "plain", "bfloat16", "repeats", "near-repeats 1e-3", "near-repeats 1e-9", "offset 1e4", "one row 1e4 times larger",
+    "several rows 300 times larger", "two equal leading axes", "subnormals",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+@settings(derandomize=True, deadline=None, max_examples=12, database=None)
+@given(n=st.integers(12, 150), d=st.integers(1, 90), seed=st.integers(0, 2**20), share=st.floats(0.4, 1.0))
+def test_every_fast_path_is_right_on_hostile_clouds_and_on_parts_of_them(
+    kind: str, n: int, d: int, seed: int, share: float
+) -> None:
+    if kind == "two equal leading axes" and min(n, d) < 3:
+        d = 3
+    points = draw_hostile(kind, n, d, seed)
+    whole = Cloud(points=points, neighbor_count=2)
+    index = torch.nonzero(torch.rand(n, generator=torch.Generator().manual_seed(seed)) < share).flatten()
+    for cloud in (whole, whole.take(index)) if len(index) > 9 else (whole,):
+        assert_views_are_right(cloud)
+
+
+def assert_views_are_right(cloud: Cloud) -> None:
+    """Every view that metrics share, against float64 algebra without shortcuts."""
+    points = cloud.points
+    spectrum = reference_spectrum(points)
+    if float(spectrum.sum()) > 0:
+        assert relative_error(cloud.moments.leading, spectrum[-1]) <= LEADING_TOLERANCE
+        assert relative_error(cloud.moments.total, spectrum.sum()) <= TOTAL_TOLERANCE
+        assert relative_error(cloud.gram_sums.squares, spectrum.square().sum()) <= SQUARES_TOLERANCE
+    exact = points.double()
+    directions = (exact / exact.norm(dim=1, keepdim=True)).sum(0)
+    assert float((cloud.directions.total - directions).norm()) <= 1e-6 * len(points)
+    rows = torch.unique(exact, dim=0)
+    assert len(cloud.unique.index) == len(rows)
+    if len(rows) > 2:
+        expected = reference_distances(points[cloud.unique.index]).sort(dim=1).values[:, :2]
+        found = cloud.neighbors.distances
+        assert bool(((found - expected).abs() <= DISTANCE_TOLERANCE * expected).all())
+
+
+def test_a_part_reads_its_sum_of_squares_from_the_whole_unless_what_is_left_out_owns_it() -> None:
+    points = normal(200, 40).float()
+    whole = neighbors.multiply(center(points))
+    part = torch.arange(10, 200)
+    expected = reference_spectrum(points[part]).square().sum() * 189**2
+    found = neighbors.squares_of_part(whole, part)
+    assert found is not None
+    assert relative_error(found, expected) <= SQUARES_TOLERANCE
+    points[:10] *= 1000
+    assert neighbors.squares_of_part(neighbors.multiply(center(points)), part) is None
+
+
+def test_the_bound_from_the_sums_ends_the_search_sooner_and_is_never_wrong() -> None:
+    for seed in range(6):
+        points = center((normal(400, 150, seed=seed) * torch.arange(1, 151) ** -0.8).float())
+        expected = torch.linalg.svdvals(points.points.double())[0].square()
+        total, squares = points.squares.sum(), (points.points.double().T @ points.points.double()).square().sum()
+        for known in ((None, None), (total, None), (total, squares)):
+            assert relative_error(leading_eigenpair(points.points, *known)[0], expected) <= LEADING_TOLERANCE
+
+
+def test_larger_batches_are_searched_in_blocks_with_the_same_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    points = near_duplicates(150, 20, 1e-3, groups=30, dtype=torch.float32)
+    whole, squares = nearest_neighbors(points, 5), gram_sums(center(points)).squares
+    monkeypatch.setattr(neighbors, "KEPT_POINTS", 100)
+    products = neighbors.multiply(center(points))
+    assert products.matrix is None
+    assert torch.allclose(nearest_neighbors(points, 5, products).distances, whole.distances, rtol=1e-6)
+    assert relative_error(products.row_squares.sum() / 149**2, squares) <= SQUARES_TOLERANCE
+
+
+def test_points_left_out_are_neither_asked_about_nor_found() -> None:
+    points = normal(80, 6).float()
+    without = torch.tensor([3, 10, 79])
+    kept = torch.tensor([row for row in range(80) if row not in without])
+    found, expected = nearest_neighbors(points, 4, without=without), nearest_neighbors(points[kept], 4)
+    assert torch.allclose(found.distances, expected.distances)
+    assert torch.equal(found.indices, expected.indices)  # pyright: ignore
+
+
+def test_equal_rows_have_equal_norms_wherever_they_stand() -> None:
+    # What the search for repeats rests on.
+    for d in (1, 7, 64, 301, 768):
+        row = normal(1, d).float()
+        points = torch.cat([normal(37, d, seed=1).float(), row, normal(130, d, seed=2).float(), row])
+        norms = torch.linalg.vector_norm(points, dim=1)
+        assert norms[37] == norms[-1]
+
+
+@pytest.mark.parametrize(("width", "count"), [(2048, 6), (4096, 3), (4096, 9), (2049, 4), (50, 5)])
+def test_the_smallest_of_wide_rows_are_those_of_a_full_selection(width: int, count: int) -> None:
+    values = normal(20, width).float()
+    values[3] = values[3].round()
+    values[4, 10:] = torch.inf
+    found, places = neighbors._smallest(values, count)
+    assert torch.equal(found, values.sort(dim=1).values[:, :count])
+    assert torch.equal(values.gather(1, places), found)
+    assert all(len(set(row)) == count for row in places.tolist())

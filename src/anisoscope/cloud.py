@@ -67,6 +67,8 @@ class Cloud:
     """The same tokens one site earlier, for metrics that compare neighbouring sites."""
     neighbor_count: int = 2
     """How many neighbours the most demanding metric wants."""
+    scratch: Float[Tensor, " m"] | None = None
+    """Memory for the products of all points, not used by anyone else while this cloud is."""
 
     @property
     def dim(self) -> int:
@@ -101,7 +103,7 @@ class Cloud:
         """All products of two centred points; those of a part are around the mean of the whole."""
         if self.whole is not None and self.index is not None:
             return self.whole.products.take(self.index)
-        return multiply(self.centred)
+        return multiply(self.centred, self.scratch)
 
     @cached_property
     def moments(self) -> Moments:

@@ -80,6 +80,10 @@ def print_unit(unit: Unit, *, full: bool = False) -> None:
         if record.site == "output":
             tail = f" ({record.note})" if record.note else f" nats per token, {record.points} tokens"
             console.print(Text(f"{record.metric} {format_spread(record)}{tail}"))
+    cost = unit.provenance.get("cost", {})
+    if sum(cost.values()) > 0:
+        shares = ", ".join(f"{part} {seconds / sum(cost.values()):.0%}" for part, seconds in cost.items())
+        console.print(Text(f"{sum(cost.values()):.1f} s: {shares}"))
     for note in _notes(unit):
         console.print(Text(f"note: {note}"))
 

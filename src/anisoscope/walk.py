@@ -6,9 +6,8 @@ import itertools
 import math
 import platform
 import time
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -17,36 +16,28 @@ import torch
 from torch import Tensor
 
 import anisoscope
-from anisoscope import stack
 from anisoscope.capture import capture, token_losses
-from anisoscope.cloud import Cloud, Tokens, select_members, select_typical
+from anisoscope.cloud import Cloud, Tokens
 from anisoscope.corpora import Corpus, load_corpus
 from anisoscope.errors import ModelError, SpecError
 from anisoscope.estimates import (
     Evaluated,
-    apply,
-    check_finite,
     check_settings,
     deal,
     evaluate,
-    judge,
-    neighbors_wanted,
     summarize,
 )
+from anisoscope.gauge import Clock, Gauge, seed_for
 from anisoscope.layout import select_sites
 from anisoscope.metrics import Metric, find_metrics
 from anisoscope.models import Model, adopt_model, hash_weights, load_model
-from anisoscope.owners import LISTED, AxisOwners
 from anisoscope.progress import Advance, show_progress
 from anisoscope.records import POPULATIONS, Estimate, Record, Site, Spec, Unit, step_of
+from anisoscope.rooms import Batch, Rooms
 from anisoscope.text import POOLED_BATCHES, Pool, Windows, draw_windows, plan_pools
 
 # Tokens in one forward pass where the batch size is left to us.
 FORWARD_TOKENS = 4096
-
-
-def _seed_for(*parts: int) -> int:
-    return int(np.random.SeedSequence(parts).generate_state(1, np.uint32)[0])
 
 
 def resolve(spec: Spec, *, corpus: Corpus | None = None, model: Model | None = None) -> Spec:
@@ -147,47 +138,6 @@ def _fitting_length(spec: Spec, model: Model) -> int:
     return spec.seq_len
 
 
-@dataclass(frozen=True, kw_only=True)
-class Batch:
-    """Points of a pool that are measured together."""
-
-    number: int
-    start: int
-    stop: int
-    """Which of the pool's points, as they lie in the rooms."""
-    tokens: dict[str | None, Tokens]
-    """By stack of the model."""
-
-
-@dataclass(kw_only=True)
-class _Room:
-    """The states of a pool at sites of one width, dtype and device."""
-
-    states: Tensor
-    """One matrix a site."""
-    sites: list[Site] = field(default_factory=list)
-    coordinates: Tensor | None = None
-    """Σ v_j² λ₁ over the batches that were stacked, one row a site."""
-
-    def takes(self, state: Tensor) -> bool:
-        mine, other = ((it.dtype, it.device, it.shape[2]) for it in (self.states, state))
-        return mine == other and len(self.sites) < len(self.states)
-
-    def stack(self, clouds: Sequence[tuple[int, Batch]]) -> Tensor:
-        """Clouds of equal size as one tensor: a view where they lie side by side."""
-        size, flat = clouds[0][1].stop - clouds[0][1].start, self.states.flatten(0, 1)
-        places = [slot * self.states.shape[1] + batch.start for slot, batch in clouds]
-        first, past = places[0], places[0] + len(clouds) * size
-        if places == list(range(first, past, size)):
-            return flat[first:past].view(len(clouds), size, -1)
-        return torch.stack([flat[place : place + size] for place in places])
-
-    def weigh(self, slots: list[int], owned: Tensor) -> None:
-        if self.coordinates is None:
-            self.coordinates = owned.new_zeros(len(self.states), owned.shape[1])
-        self.coordinates.index_add_(0, torch.tensor(slots, device=owned.device), owned)
-
-
 class _Walk:
     """One run of `measure`: what is accumulated while the pools go by."""
 
@@ -201,26 +151,14 @@ class _Walk:
         self.sites = select_sites(model.layout, spec.sites)
         self.batch_size = batch_size or max(1, FORWARD_TOKENS // spec.seq_len)
         self.notes = [*corpus.notes, *windows.notes, *model.notes]
-        self.results: dict[tuple[Site, str, Metric], dict[int, Evaluated]] = defaultdict(dict)
-        """Site, population, metric -> number of the batch -> its result."""
-        self.excluded: dict[tuple[Site, str], dict[int, int]] = defaultdict(dict)
-        self.owners: dict[Site, AxisOwners] = defaultdict(AxisOwners)
-        self.dims: dict[Site, int] = {}
-        self.seconds: dict[Site, float] = defaultdict(float)
-        self.cost: dict[str, float] = defaultdict(float)
         self.losses: list[Evaluated] = []
-        self.rooms: list[_Room] = []
-        self.slots: dict[Site, tuple[_Room, int]] = {}
-        self.members: dict[tuple[str | None, int, str], Tensor] = {}
-        self.events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
         self.on_gpu = any(parameter.is_cuda for parameter in model.module.parameters())
-        self.stacked = [metric for metric in self.metrics if metric.stacked and metric.needs in stack.VIEWS]
-        if len(self._stacked_populations("moments", "gram_sums", "directions")) > 2:
-            self.stacked = []
-        # Which measured site comes before a site in its stack: what metrics of neighbouring sites compare with.
-        self.sources = {site: before for before, site in itertools.pairwise(self.sites) if before.stack == site.stack}
+        self.clock = Clock(on_gpu=self.on_gpu)
+        self.gauge = Gauge(spec, self.metrics, self.sites, self.settings, self.clock)
         count, length = windows.token_ids.shape
         self.pools = plan_pools(count, length, spec.batch_points)
+        largest = max(pool.stop - pool.start for pool in self.pools) * length
+        self.rooms = Rooms(len(self.sites), largest)
 
     def run(self, progress: bool) -> Unit:
         count, length = self.windows.token_ids.shape
@@ -233,21 +171,14 @@ class _Walk:
         with show_progress(self.spec.model, total=count + batches * len(self.sites), shown=progress) as advance:
             for pool in self.pools:
                 self._measure_pool(pool, advance)
-                self.members.clear()
-                self._settle_clocks()
                 if not self.on_gpu:
                     _return_free_memory()
-        for room in self.rooms:
-            for site, coordinates in zip(
-                room.sites, [] if room.coordinates is None else room.coordinates, strict=False
-            ):
-                self.owners[site].weigh(coordinates.cpu())
         return self._unit(time.time() - start)
 
     def _measure_pool(self, pool: Pool, advance: Advance) -> None:
         points = (pool.stop - pool.start) * self.windows.token_ids.shape[1]
-        hands = deal(points, pool.batches, _seed_for(self.spec.seed, pool.first))
-        with self._clock("forward"):
+        hands = deal(points, pool.batches, seed_for(self.spec.seed, pool.first))
+        with self.clock("forward"):
             losses = self._run_model(pool, torch.cat(hands), advance)
         starts = np.cumsum([0, *map(len, hands)]).tolist()
         batches = [
@@ -259,8 +190,7 @@ class _Walk:
             )
             for place, hand in enumerate(hands)
         ]
-        for room in self.rooms:
-            self._measure_room(room, batches, advance)
+        self.gauge.measure(self.rooms, batches, advance)
         if self.loss is not None and losses is not None:
             known = losses.cpu().numpy()
             for batch, hand in zip(batches, hands, strict=True):
@@ -268,162 +198,6 @@ class _Walk:
                 here = replace(batch.tokens[self.model.layout.stacks[-1].name], losses=mine)
                 cloud = Cloud(points=torch.zeros(len(hand), 1), tokens=here)
                 self.losses.append(evaluate(cloud, self.loss, self.settings))
-
-    def _measure_room(self, room: "_Room", batches: list["Batch"], advance: Advance) -> None:
-        """The states of a pool at sites of equal width: all at once where a GPU can, else one by one."""
-        todo = {(slot, batch.number): self.metrics for slot in range(len(room.sites)) for batch in batches}
-        if self.stacked and stack.fits(room.states):
-            todo = self._measure_stacks(room, batches)
-        for slot, site in enumerate(room.sites):
-            clock = time.time()
-            states, before = room.states[slot], self.sources.get(site)
-            self.dims[site] = states.shape[1]
-            if any(todo[slot, batch.number] for batch in batches):
-                check_finite(site.name, states[: batches[-1].stop])
-            for batch in batches:
-                metrics = todo[slot, batch.number]
-                if metrics:
-                    source = None if before is None else self._states(before)[batch.start : batch.stop]
-                    cloud = Cloud(
-                        points=states[batch.start : batch.stop],
-                        tokens=batch.tokens[site.stack].to(states.device),
-                        previous=None if source is None else source.to(states.device),
-                        neighbor_count=neighbors_wanted(metrics, self.settings),
-                    )
-                    self._measure_cloud(site, cloud, batch, metrics)
-                advance(1)
-            self.seconds[site] += time.time() - clock
-
-    def _measure_cloud(self, site: Site, cloud: Cloud, batch: "Batch", metrics: list[Metric]) -> None:
-        views = {"all": cloud}
-        if cloud.neighbor_count:
-            with self._clock("neighbours"):
-                _ = cloud.products
-        for metric in metrics:
-            for name in self._populations(metric):
-                if name not in views:
-                    views[name] = cloud.take(self._part(name, site, cloud, batch))
-                    self.excluded[site, name][batch.number] = len(cloud) - len(views[name])
-                if metric.needs == "pair" and cloud.previous is None:
-                    note = "there is no earlier site to compare with"
-                    result = Evaluated(value=math.nan, points=len(views[name]), dropped=0, note=note)
-                else:
-                    with self._clock("neighbours" if metric.needs == "neighbors" else "spectrum"):
-                        result = evaluate(views[name], metric, self.settings)
-                self.results[site, name, metric][batch.number] = result
-        if any(metric.name == "leading_variance" for metric in metrics):
-            self.owners[site].add(cloud)
-
-    def _populations(self, metric: Metric) -> tuple[str, ...]:
-        return self.spec.populations or metric.populations
-
-    def _measure_stacks(self, room: "_Room", batches: list["Batch"]) -> dict[tuple[int, int], list[Metric]]:
-        """Measure what can be measured for many clouds at once; which metrics are left for each cloud."""
-        rest = [metric for metric in self.metrics if metric not in self.stacked]
-        todo = {(slot, batch.number): rest for slot in range(len(room.sites)) for batch in batches}
-        # Batches of a pool may differ by a point; a stack is of one size.
-        for size in sorted({batch.stop - batch.start for batch in batches}):
-            equal = [batch for batch in batches if batch.stop - batch.start == size]
-            clouds = [(slot, batch) for slot in range(len(room.sites)) for batch in equal]
-            pieces = math.ceil(len(clouds) / stack.most_clouds(size, room.states))
-            for piece in range(pieces):
-                part = clouds[piece * len(clouds) // pieces : (piece + 1) * len(clouds) // pieces]
-                for slot, batch in self._measure_stack(room, part):
-                    todo[slot, batch.number] = self.metrics
-        return todo
-
-    def _measure_stack(self, room: "_Room", clouds: list[tuple[int, "Batch"]]) -> list[tuple[int, "Batch"]]:
-        """One stack: its results, and the clouds that have to be measured one by one."""
-        points = room.stack(clouds)
-        spectral = self._stacked_populations("moments", "gram_sums", "directions") or ("all",)
-        dimensional = self._stacked_populations("neighbors")
-        masks = self._masks([(room.sites[slot].stack, batch) for slot, batch in clouds], points.device)
-        found = stack.survey(points, masks, spectral, dimensional, self.spec.typical_k, self._clock)
-        asked = [(metric, name) for metric in self.stacked for name in self._populations(metric)]
-        answers: dict[Any, Tensor] = {"doubtful": found.doubtful}
-        answers |= {
-            (metric, name): apply(metric, found.views[metric.needs][name], self.settings) for metric, name in asked
-        }
-        answers |= {("points", name): count for name, count in found.points.items()}
-        answers |= {("distinct", name): count for name, count in found.distinct.items()}
-        leading = found.views["moments"].get("all") if spectral[0] == "all" else None
-        if leading is not None:
-            top = found.shares.topk(min(LISTED, points.shape[1]))
-            answers |= {"shares": top.values, "rows": top.indices, "leading": leading.leading}
-            answers["first"] = (found.shares * masks["first"]).sum(-1)
-            sure = torch.where(found.doubtful, 0.0, leading.leading)
-            room.weigh([slot for slot, _ in clouds], leading.axis.square() * sure[:, None])
-        known = {key: values.tolist() for key, values in stack.to_host(answers).items()}
-        left = []
-        for place, (slot, batch) in enumerate(clouds):
-            if known["doubtful"][place]:
-                left.append((slot, batch))
-                continue
-            site = room.sites[slot]
-            for metric, name in asked:
-                whole = used = int(known["points", name][place])
-                if metric.needs == "neighbors":
-                    used = int(known["distinct", name][place])
-                self.excluded[site, name][batch.number] = points.shape[1] - whole
-                value = known[metric, name][place]
-                result = judge(metric, value, used, whole - used, points.shape[2], self.settings)
-                self.results[site, name, metric][batch.number] = result
-            if leading is not None and known["leading"][place] > 0:
-                rows = [int(row) for row in known["rows"][place]]
-                facts = batch.tokens[site.stack].facts(rows)
-                self.owners[site].take(known["shares"][place], facts, known["first"][place], known["leading"][place])
-        return left
-
-    def _stacked_populations(self, *needs: str) -> tuple[str, ...]:
-        names = [self._populations(metric) for metric in self.stacked if metric.needs in needs]
-        return tuple(dict.fromkeys(itertools.chain.from_iterable(names)))
-
-    def _masks(self, owners: list[tuple[str | None, "Batch"]], device: torch.device) -> dict[str, Tensor]:
-        """Who belongs to each population that depends on the tokens alone, cloud by cloud; and the first positions."""
-        asked = (name for metric in self.stacked for name in self._populations(metric))
-        names = [name for name in dict.fromkeys(("all", "content", *asked)) if name != "typical"]
-        different = list(dict.fromkeys((part, batch.number) for part, batch in owners))
-        batches = {(part, batch.number): batch for part, batch in owners}
-        table = np.zeros((len(names) + 1, len(different), owners[0][1].stop - owners[0][1].start), dtype=bool)
-        for row, (part, number) in enumerate(different):
-            for place, name in enumerate(names):
-                table[place, row, self._members(name, part, batches[part, number]).numpy()] = True
-            table[-1, row] = batches[part, number].tokens[part].positions.numpy() == 0
-        rows = torch.tensor([different.index((part, batch.number)) for part, batch in owners])
-        masks = torch.from_numpy(table).to(device)[:, rows.to(device)]
-        return dict(zip([*names, "first"], masks, strict=True))
-
-    def _members(self, name: str, part: str | None, batch: "Batch") -> Tensor:
-        key = part, batch.number, name
-        if key not in self.members:
-            seed = _seed_for(self.spec.seed, batch.number, 1)
-            self.members[key] = select_members(name, batch.tokens[part], seed=seed)
-        return self.members[key]
-
-    def _part(self, name: str, site: Site, cloud: Cloud, batch: "Batch") -> Tensor:
-        """Which points of a cloud a population has."""
-        members = self._members("content" if name == "typical" else name, site.stack, batch).to(cloud.points.device)
-        return select_typical(cloud.points, members, self.spec.typical_k) if name == "typical" else members
-
-    @contextlib.contextmanager
-    def _clock(self, part: str) -> Iterator[None]:
-        """Time a part: by the wall, or, where a GPU works while the program goes on, by the GPU."""
-        if not self.on_gpu:
-            start = time.perf_counter()
-            yield
-            self.cost[part] += time.perf_counter() - start
-            return
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        yield
-        end.record()
-        self.events.append((part, begin, end))
-
-    def _settle_clocks(self) -> None:
-        for part, begin, end in self.events:
-            end.synchronize()
-            self.cost[part] += begin.elapsed_time(end) / 1000
-        self.events.clear()
 
     def _run_model(self, pool: Pool, order: Tensor, advance: Advance) -> Tensor | None:
         """States of every site into the rooms, in the order given; losses (tokens) of a pool, in window order."""
@@ -439,13 +213,13 @@ class _Walk:
             def keep(site: Site, state: Tensor, rows: slice = rows) -> None:
                 if state.device not in places:
                     places[state.device] = place.to(state.device)
-                self._states(site, state).index_copy_(0, places[state.device][rows], state.flatten(0, 1))
+                self.rooms.keep(site, state, places[state.device][rows])
 
             try:
                 captured = capture(self.model, ids, self.sites, keep)
                 loss = None
                 if self.loss is not None:
-                    seeds = [_seed_for(self.spec.seed, window, 2) for window in range(start, stop)]
+                    seeds = [seed_for(self.spec.seed, window, 2) for window in range(start, stop)]
                     loss = token_losses(self.model, ids, captured, seeds)
             except (torch.OutOfMemoryError, RuntimeError) as error:
                 self._halve_batch(error)
@@ -456,22 +230,6 @@ class _Walk:
             advance(stop - start)
             start = stop
         return torch.cat(losses) if losses else None
-
-    def _states(self, site: Site, like: Tensor | None = None) -> Tensor:
-        """Room for the states of a pool at a site, made once: allocating it for each pool would fragment memory."""
-        if site not in self.slots:
-            assert like is not None
-            match = [room for room in self.rooms if room.takes(like)]
-            if not match:
-                points = max(pool.stop - pool.start for pool in self.pools) * like.shape[1]
-                # Most models have one width, so that all sites share a room.
-                states = like.new_empty(len(self.sites) - len(self.slots), points, like.shape[2])
-                match = [_Room(states=states)]
-                self.rooms += match
-            self.slots[site] = match[0], len(match[0].sites)
-            match[0].sites.append(site)
-        room, slot = self.slots[site]
-        return room.states[slot]
 
     def _halve_batch(self, error: RuntimeError) -> None:
         """Go on with half as many windows in a forward pass where memory ran out; other errors are not ours to hide."""
@@ -507,7 +265,7 @@ class _Walk:
 
     def _unit(self, seconds: float) -> Unit:
         attachments: dict[str, np.ndarray] = {}
-        for site, owners in self.owners.items():
+        for site, owners in self.gauge.collect_owners(self.rooms).items():
             prefix = f"owners/{site.stack or ''}/{site.name}"
             attachments |= owners.attach(prefix, self._decode, self.corpus.titles)
         provenance = {
@@ -530,7 +288,7 @@ class _Walk:
 
     def _cost(self, seconds: float) -> dict[str, float]:
         """Seconds by what they were spent on."""
-        parts = {part: round(self.cost[part], 3) for part in ("forward", "neighbours", "spectrum")}
+        parts = {part: round(self.clock.seconds[part], 3) for part in ("forward", "neighbours", "spectrum")}
         return parts | {"rest": round(max(seconds - sum(parts.values()), 0.0), 3)}
 
     def _decode(self, token: int) -> str:
@@ -538,7 +296,7 @@ class _Walk:
 
     def _records(self) -> Iterator[Record]:
         for site, metric in itertools.product(self.sites, self.metrics):
-            for population in self._populations(metric):
+            for population in self.gauge.populations(metric):
                 yield self._answer(site, population, metric)
         if self.loss is not None:
             output = Site(name="output")
@@ -553,11 +311,13 @@ class _Walk:
             yield self._record(output, "all", self.loss, answer, measured - answer.points)
 
     def _answer(self, site: Site, population: str, metric: Metric) -> Record:
-        results = [result for _, result in sorted(self.results[site, population, metric].items())]
-        answer = summarize(results, metric, self.dims[site], self.settings)
-        source = self.sources.get(site) if metric.needs == "pair" else None
+        results = [result for _, result in sorted(self.gauge.results[site, population, metric].items())]
+        answer = summarize(results, metric, self.gauge.dims[site], self.settings)
+        source = self.gauge.sources.get(site) if metric.needs == "pair" else None
         variant = f"from={source.name}" if source else None
-        return self._record(site, population, metric, answer, sum(self.excluded[site, population].values()), variant)
+        return self._record(
+            site, population, metric, answer, sum(self.gauge.excluded[site, population].values()), variant
+        )
 
     def _record(
         self, site: Site, population: str, metric: Metric, answer: Estimate, excluded: int, variant: str | None = None
@@ -588,7 +348,7 @@ class _Walk:
             variant=variant,
             values=answer.values,
             note=answer.note,
-            seconds=round(self.seconds[site], 6),
+            seconds=round(self.gauge.seconds[site], 6),
         )
 
 

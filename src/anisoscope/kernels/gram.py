@@ -111,7 +111,7 @@ def center(points: Float[Tensor, "n d"]) -> Centred:
     centred = raw - mean
     squares = squared_norms(centred)
     if SAFE_RANGE[0] <= float(squares.max().sqrt()) <= SAFE_RANGE[1]:
-        if float(_mean(centred).double().norm()) > MEAN_LEFT * float(squares.mean().sqrt()):
+        if float(mean_of(centred).double().norm()) > MEAN_LEFT * float(squares.mean().sqrt()):
             rest = _center_of(centred)
             centred, mean = centred - rest, mean.double() + rest
             squares = squared_norms(centred)
@@ -129,14 +129,14 @@ def center(points: Float[Tensor, "n d"]) -> Centred:
     return Centred(points=centred, scale=first * second, squares=squared_norms(centred), mean=mean)
 
 
-def _mean(points: Float[Tensor, "n d"]) -> Float[Tensor, " d"]:
-    # As a product, which is much faster than a sum over the first axis.
+def mean_of(points: Float[Tensor, "n d"]) -> Float[Tensor, " d"]:
+    """The mean as a product, which is much faster than a sum over the first axis."""
     weights = torch.full((len(points),), 1 / len(points), dtype=points.dtype, device=points.device)
     return weights @ points
 
 
 def _center_of(points: Float[Tensor, "n d"]) -> Float[Tensor, " d"]:
-    mean = _mean(points)
+    mean = mean_of(points)
     # The mean of equal numbers may round to another number, and that residue would later be taken for variation.
     # Few columns are constant in their first rows, so that few are looked at whole.
     low, high = points[:64].aminmax(dim=0)
@@ -166,11 +166,13 @@ def _is_safe(norms: Float[Tensor, " n"]) -> bool:
 def sum_directions(points: Float[Tensor, "n d"], centred: Centred) -> Directions:
     """The sum of all unit vectors along the points.
 
-    With w = 1/‖x‖, Σ w x = Σ w (x - mean) + mean Σ w: around the mean, float32 sums do not drift.
+    With w = 1/‖x‖, Σ w x = Σ w (x - mean) + mean Σ w: around the mean, float32 sums do not drift. Where a few huge
+    points carry the mean far beyond the others, x - mean has lost their digits, and the sum is made in float64.
     """
     norms = row_norms(points)
-    if _is_safe(norms) and float(centred.scale) == 1:
-        weights = norms.reciprocal()
+    weights = norms.reciprocal()
+    near = float(centred.mean.norm() * weights.mean()) <= 4
+    if near and _is_safe(norms) and float(centred.scale) == 1:
         total = weights.to(centred.points.dtype) @ centred.points + centred.mean * weights.sum()
     else:
         total = (points.double() / norms[:, None]).sum(0)

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
-from anisoscope.kernels.gram import Centred, center, for_products, product_roundoff, working_dtype
+from anisoscope.kernels.gram import Centred, center, for_products, mean_of, product_roundoff, working_dtype
 
 # Candidates kept beyond the k wanted: room for screening to get their order wrong.
 SPARE_CANDIDATES = 3
@@ -21,7 +21,7 @@ SPARE_CANDIDATES = 3
 # Mary 2019): at λ = 8 one bound in 10¹³ fails. The worst case d · u is four times larger at d = 1000.
 ROUNDING_SIGMAS = 8.0
 # Elements of one block of the distance matrix, and of one block of differences: caches hold them.
-BLOCK_ELEMENTS, DIFFERENCE_ELEMENTS = 1 << 20, 1 << 17
+BLOCK_ELEMENTS, DIFFERENCE_ELEMENTS = 1 << 21, 1 << 18
 # Up to this many points all products are kept, so that every part of the cloud can read its own from them.
 KEPT_POINTS = 8192
 # Rows of a symmetric product at one time, and of its mirror image.
@@ -94,16 +94,20 @@ class Products:
 
     def take(self, index: Int[Tensor, " m"]) -> "Products":
         """The products of some of the points, around the same centre."""
-        kept = None if self.matrix is None else self.matrix[index].index_select(1, index)
+        kept = None if self.matrix is None else self.matrix[index[:, None], index[None, :]]
         return Products(points=self.points[index], squares=self.squares[index], scale=self.scale, matrix=kept)
 
 
-def multiply(centred: Centred) -> Products:
-    """All products: the part of the matrix right of its diagonal is computed, the other is its mirror image."""
+def multiply(centred: Centred, scratch: Float[Tensor, " m"] | None = None) -> Products:
+    """All products: the part of the matrix right of its diagonal is computed, the other is its mirror image.
+
+    `scratch` is memory for them, lent for as long as they are used: fresh memory costs a fifth of the whole.
+    """
     points = for_products(centred.points)
     n, matrix = len(points), None
     if n <= KEPT_POINTS:
-        matrix = points.new_empty(n, n)
+        usable = scratch is not None and scratch.dtype == points.dtype and len(scratch) >= n * n
+        matrix = scratch[: n * n].view(n, n) if scratch is not None and usable else points.new_empty(n, n)
         for start in range(0, n, SYMMETRIC_ROWS):
             stop = start + SYMMETRIC_ROWS
             torch.mm(points[start:stop], points[start:].T, out=matrix[start:stop, start:])
@@ -123,7 +127,7 @@ def squares_of_part(products: Products, index: Int[Tensor, " m"]) -> Float[Tenso
     left_out[index] = False
     outside = products.rows(torch.nonzero(left_out).flatten())[:, index].double().square().sum()
     points, whole = products.points[index], products.row_squares[index].sum()
-    mean = points.mean(0, dtype=torch.float64)
+    mean = mean_of(points).double()
     shift, total = len(index) * mean.square().sum(), products.squares[index].sum()
     # These are differences: where less than half is left of the larger number, digits are lost.
     if 2 * float(outside) > float(whole) or 2 * float(shift) > float(total):
@@ -142,7 +146,9 @@ def nearest_neighbors(
     rows and indices of the answer count the others.
     """
     products = products or multiply(center(points))
-    raw = points.to(working_dtype(points.dtype)) / products.scale.to(working_dtype(points.dtype))
+    raw = points.to(working_dtype(points.dtype))
+    if float(products.scale) != 1:
+        raw = raw / products.scale.to(raw.dtype)
     hidden = torch.zeros(len(raw), dtype=torch.bool, device=raw.device)
     if without is not None:
         hidden[without] = True
@@ -190,21 +196,38 @@ def _search(raw: Tensor, rows: slice | Tensor, k: int, products: Products, hidde
         mine = order[start:stop]
         screened = torch.add(norms, products.rows(slice(start, stop) if isinstance(rows, slice) else mine), alpha=-2)
         screened[torch.arange(len(mine), device=raw.device), mine] = torch.inf
-        nearest = screened.topk(min(kept + 1, n), dim=1, largest=False)
+        screened, nearest = _smallest(screened, min(kept + 1, n))
         own = products.squares[mine, None]
-        values = (nearest.values.double() + own).clamp_min(0)
+        values = (screened.double() + own).clamp_min(0)
         size, last = 2 * own.sqrt(), values[:, k - 1 : k]
         reach = (last + gamma * (size + last.sqrt()).square()).sqrt()
         limit = reach.square() + gamma * (size + reach).square()
         proven.append((values[:, kept:] >= limit).all(1))
         exact = torch.full_like(values[:, :kept], torch.inf)
-        exact[:, :k] = _distances_to(raw, mine, nearest.indices[:, :k])
+        exact[:, :k] = _distances_to(raw, mine, nearest[:, :k])
         row, column = torch.nonzero(values[:, k:kept] < limit, as_tuple=True)
-        exact[row, k + column] = _distances_to(raw, mine[row], nearest.indices[row, k + column][:, None])[:, 0]
+        exact[row, k + column] = _distances_to(raw, mine[row], nearest[row, k + column][:, None])[:, 0]
         ascending, places = exact.sort(dim=1)
         distances.append(ascending[:, :k])
-        indices.append(nearest.indices.gather(1, places[:, :k]))
+        indices.append(nearest.gather(1, places[:, :k]))
     return _Found(distances=torch.cat(distances), indices=torch.cat(indices), proven=torch.cat(proven))
+
+
+def _smallest(values: Float[Tensor, "b n"], count: int) -> tuple[Float[Tensor, "b k"], Int[Tensor, "b k"]]:
+    """The smallest of each row, ascending, and where they are.
+
+    In wide rows they are looked for in as many groups of 64 as are wanted, those with the smallest minima: none can be
+    outside, and a minimum is much cheaper than a selection.
+    """
+    rows, width = values.shape
+    if width < 2048 or width % 64 or count > 8:
+        found = values.topk(count, dim=1, largest=False)
+        return found.values, found.indices
+    grouped = values.view(rows, 64, width // 64)
+    groups = grouped.amin(1).topk(count, dim=1, largest=False).indices
+    members = grouped.gather(2, groups[:, None].expand(-1, 64, -1)).flatten(1)
+    found = members.topk(count, dim=1, largest=False)
+    return found.values, found.indices // count * (width // 64) + groups.gather(1, found.indices % count)
 
 
 def _blocks(rows: int, columns: int) -> list[tuple[int, int]]:
