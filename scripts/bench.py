@@ -13,7 +13,6 @@ carry what --output wrote to where the page is written and --merge it.
 
 import argparse
 import datetime
-import hashlib
 import importlib
 import importlib.util
 import json
@@ -32,12 +31,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from peers import make_environment, python_of
 
 ROOT = Path(__file__).resolve().parent.parent
 PEERS = ROOT / ".venv-bench"
 REQUIREMENTS = ROOT / "scripts" / "bench-requirements.txt"
-WITHOUT_DEPENDENCIES = ("llm-microscope", "overcomplete")
-OPTIONAL = ("dadapy",)
 KEPT = ROOT / "docs" / "benchmarks.json"
 PAGE = ROOT / "docs" / "benchmarks.md"
 
@@ -311,38 +309,12 @@ def regressed(kept: dict[str, Any], new: dict[str, Any]) -> bool:
 # The other environment.
 
 
-def make_environment() -> None:
-    """Create .venv-bench unless it is there and made from the same lists."""
-    constraints = ROOT / "constraints.txt"
-    listed = REQUIREMENTS.read_text(encoding="utf-8")
-    digest = hashlib.sha256(f"{listed}{constraints.read_text(encoding='utf-8')}{sys.version}".encode()).hexdigest()
-    stamp = PEERS / ".ready"
-    if stamp.exists() and stamp.read_text(encoding="utf-8") == digest:
-        return
-    print(f"making {PEERS.name} (a few minutes, once)", file=sys.stderr)
-    subprocess.run([sys.executable, "-m", "venv", "--clear", str(PEERS)], check=True)
-    wanted = [line for line in listed.splitlines() if line and not line.startswith("#")]
-    alone = [line for line in wanted if line.startswith(WITHOUT_DEPENDENCIES)]
-    optional = [line for line in wanted if line.startswith(OPTIONAL)]
-    install = [peers_python(), "-m", "pip", "install", "--quiet", "--constraint", str(constraints)]
-    subprocess.run([*install, *(line for line in wanted if line not in (*alone, *optional)), "torch"], check=True)
-    subprocess.run([*install, "--no-deps", *alone], check=True)
-    for line in optional:
-        if subprocess.run([*install, line], check=False).returncode:
-            print(f"{line} does not install here and is left out", file=sys.stderr)
-    stamp.write_text(digest, encoding="utf-8")
-
-
-def peers_python() -> str:
-    return str(PEERS / ("Scripts" if sys.platform == "win32" else "bin") / "python")
-
-
 class Peers:
     """The other packages: a process that stays, is given files and answers with times."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        command = [peers_python(), str(ROOT / "scripts" / "bench_peers.py")]
+        command = [python_of(PEERS), str(ROOT / "scripts" / "bench_peers.py")]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.hello = self._read()
 
@@ -765,7 +737,7 @@ def run(chosen: list[str], quick: bool, output: Path | None) -> dict[str, Any]:
     peers = None
     with tempfile.TemporaryDirectory() as folder:
         if set(chosen) - set(ALONE):
-            make_environment()
+            make_environment(PEERS, REQUIREMENTS)
             peers = Peers(Path(folder))
             theirs = peers.hello["versions"].items()
             versions |= {f"{name} (theirs)" if name in versions else name: version for name, version in theirs}

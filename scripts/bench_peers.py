@@ -25,22 +25,13 @@ os.environ |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM
 
 import numpy as np
 import torch
+from peers import load_microscope
 
 PACKAGES = ("llm-microscope", "scikit-dimension", "scikit-learn", "scipy", "dadapy", "faiss-cpu", "IsoScore")
 PACKAGES += ("overcomplete", "numpy", "torch")
 SUBSET = 512
 """Points given to llm-microscope's quadratic loop; its time is scaled by (n / SUBSET)²."""
 RANK = 32
-
-
-def load_microscope() -> Any:
-    """llm-microscope's functions from their file: importing the package fails."""
-    found = importlib.util.find_spec("llm_microscope")
-    path = Path(found.submodule_search_locations[0]) / "functions.py"
-    spec = importlib.util.spec_from_file_location("llm_microscope_functions", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def load_semi_nmf() -> Any:

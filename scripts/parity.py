@@ -9,14 +9,12 @@ first run, then kept). A cell that differs from ours and has no explanation make
 
 import argparse
 import datetime
-import hashlib
 import json
 import math
 import platform
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from peers import make_environment, python_of
 
 import anisoscope
 from anisoscope.cloud import Cloud
@@ -33,8 +32,6 @@ from anisoscope.metrics import all_metrics
 ROOT = Path(__file__).resolve().parent.parent
 PEERS = ROOT / ".venv-peers"
 REQUIREMENTS = ROOT / "scripts" / "parity-requirements.txt"
-WITHOUT_DEPENDENCIES = ("llm-microscope",)
-OPTIONAL = ("dadapy",)
 
 NEIGHBORS = 20
 GRIDE_SCALES = (2, 8, 64)
@@ -852,36 +849,6 @@ def make_page(tables: list[Table], prepared: dict[str, Prepared], peers: dict[st
 # The other environment.
 
 
-def make_environment() -> None:
-    """Create .venv-peers unless it is there and made from the same lists."""
-    constraints = ROOT / "constraints.txt"
-    listed = REQUIREMENTS.read_text(encoding="utf-8")
-    digest = hashlib.sha256(f"{listed}{constraints.read_text(encoding='utf-8')}{sys.version}".encode()).hexdigest()
-    stamp = PEERS / ".ready"
-    if stamp.exists() and stamp.read_text(encoding="utf-8") == digest:
-        return
-    start = time.monotonic()
-    print(f"making {PEERS.name} (a few minutes, once)", file=sys.stderr)
-    subprocess.run([sys.executable, "-m", "venv", "--clear", str(PEERS)], check=True)
-    wanted = [line for line in listed.splitlines() if line and not line.startswith("#")]
-    alone = [line for line in wanted if line.startswith(WITHOUT_DEPENDENCIES)]
-    optional = [line for line in wanted if line.startswith(OPTIONAL)]
-    install = [peers_python(), "-m", "pip", "install", "--quiet", "--constraint", str(constraints)]
-    subprocess.run([*install, *(line for line in wanted if line not in (*alone, *optional)), "torch"], check=True)
-    subprocess.run([*install, "--no-deps", *alone], check=True)
-    for line in optional:
-        try:
-            subprocess.run([*install, line], check=True, timeout=900)
-        except (subprocess.CalledProcessError, subprocess.TimeoutExpired):
-            print(f"{line} does not install here and is left out", file=sys.stderr)
-    stamp.write_text(digest, encoding="utf-8")
-    print(f"{PEERS.name} took {time.monotonic() - start:.0f} s", file=sys.stderr)
-
-
-def peers_python() -> str:
-    return str(PEERS / ("Scripts" if sys.platform == "win32" else "bin") / "python")
-
-
 def ask_peers(clouds: dict[str, torch.Tensor], pairs: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -897,7 +864,7 @@ def ask_peers(clouds: dict[str, torch.Tensor], pairs: dict[str, tuple[torch.Tens
             "pairs": {name: {"source": save(x), "target": save(y)} for name, (x, y) in pairs.items()},
         }
         (folder / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
-        command = [peers_python(), str(ROOT / "scripts" / "parity_peers.py"), name]
+        command = [python_of(PEERS), str(ROOT / "scripts" / "parity_peers.py"), name]
         return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
 
 
@@ -905,7 +872,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=ROOT / "docs" / "parity.md")
     options = parser.parse_args()
-    make_environment()
+    make_environment(PEERS, REQUIREMENTS)
     points, pairs = make_clouds(), make_pairs()
     print("asking the packages (about three minutes)", file=sys.stderr)
     peers = ask_peers(points, pairs)

@@ -22,21 +22,12 @@ import IsoScore.IsoScore as isoscore
 import numpy as np
 import skdim
 import torch
+from peers import load_microscope
 
 PACKAGES = ("llm-microscope", "scikit-dimension", "IsoScore", "dadapy", "numpy", "scikit-learn", "torch")
 GRIDE_SCALES = (2, 8, 64)
 # Noise of the calling convention, not about the data.
 IGNORED_WARNINGS = ("To copy construct from a tensor",)
-
-
-def load_microscope() -> Any:
-    """llm-microscope's functions from their file: importing the package fails."""
-    found = importlib.util.find_spec("llm_microscope")
-    path = Path(found.submodule_search_locations[0]) / "functions.py"
-    spec = importlib.util.spec_from_file_location("llm_microscope_functions", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def load_dadapy() -> Any:

@@ -12,7 +12,10 @@ import pytest
 
 @pytest.fixture(scope="module")
 def bench() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("bench", Path(__file__).parent.parent / "scripts" / "bench.py")
+    folder = Path(__file__).parent.parent / "scripts"
+    # As `python scripts/bench.py` does: scripts find their neighbours.
+    sys.path.insert(0, str(folder))
+    spec = importlib.util.spec_from_file_location("bench", folder / "bench.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

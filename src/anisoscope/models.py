@@ -4,6 +4,7 @@ Nothing is guessed in silence: weights that are missing, a tokenizer without wor
 and a layout that fails its check all stop here, with one sentence that says what to do.
 """
 
+import functools
 import hashlib
 import re
 from collections.abc import Iterator
@@ -187,8 +188,14 @@ def hash_weights(name: str, *, revision: str | None = None) -> str:
 
 
 def _hash_files(files: list[Path]) -> str:
+    """SHA-256 over names and contents; read again only when a file's size or time has changed."""
+    return _hash_stamped(tuple((file, file.stat().st_size, file.stat().st_mtime_ns) for file in files))
+
+
+@functools.lru_cache(maxsize=64)
+def _hash_stamped(files: tuple[tuple[Path, int, int], ...]) -> str:
     digest = hashlib.sha256()
-    for file in files:
+    for file, _, _ in files:
         digest.update(f"{file.name}\n".encode())
         with file.open("rb") as stream:
             while block := stream.read(1 << 20):

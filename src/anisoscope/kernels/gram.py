@@ -8,6 +8,7 @@ Notation: X (n, d) holds the points as rows, X̄ the centred ones, C = X̄ᵀX̄
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -243,34 +244,30 @@ def leading_eigenpair(
     start = torch.randn(d, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     basis = points.new_empty(min(LANCZOS_STEPS, d) + 1, d)
     basis[0] = (start / start.norm()).to(points)
-    diagonal, beside = torch.zeros(2, len(basis), dtype=torch.float64)
+    diagonal, beside = np.zeros(len(basis)), np.zeros(len(basis))
     for step in range(len(basis) - 1):
         vector, known = basis[step], basis[: step + 1]
         image = (points @ vector) @ points
-        diagonal[step] = torch.dot(image.double(), vector.double())
+        diagonal[step] = float(torch.dot(image, vector))
         for _ in range(2):
-            image -= (known @ image) @ known
-        beside[step] = image.double().norm()
-        # Steep spectra are done in a handful of steps; on flat ones asking at every step would cost more than stepping.
-        if step < 16 or step % 8 == 0:
-            tridiagonal = _tridiagonal(diagonal[: step + 1], beside[:step])
-            ritz, coordinates = torch.linalg.eigh(tridiagonal)
-            theta, coupling = float(ritz[-1]), float(beside[step])
-            error = coupling * abs(float(coordinates[-1, -1]))
-            outside = frobenius - float(tridiagonal.square().sum()) - 2 * coupling**2
-            rest = min(trace - float(diagonal.sum()), math.sqrt(max(outside, 0.0)))
+            image.addmv_(known.T, known @ image, alpha=-1)
+        beside[step] = float(torch.linalg.vector_norm(image))
+        # Nothing is done in fewer than three steps; on flat spectra asking at every one would cost more than stepping.
+        if 2 <= step < 16 or step % 8 == 0:
+            size, coupling = step + 1, beside[step]
+            tridiagonal = np.diag(diagonal[:size]) + np.diag(beside[:step], 1) + np.diag(beside[:step], -1)
+            ritz, coordinates = np.linalg.eigh(tridiagonal)
+            theta, error = ritz[-1], coupling * abs(coordinates[-1, -1])
+            outside = frobenius - np.square(tridiagonal).sum() - 2 * coupling**2
+            rest = min(trace - diagonal.sum(), math.sqrt(max(outside, 0.0)))
             if rest < theta and error > LEADING_TOLERANCE * theta:
                 tridiagonal[-1, -1] += coupling**2 / (theta - rest)
-                error = min(error, float(torch.linalg.eigvalsh(tridiagonal)[-1]) - theta)
+                error = min(error, np.linalg.eigvalsh(tridiagonal)[-1] - theta)
             if error <= LEADING_TOLERANCE * theta:
-                axis = coordinates[:, -1].to(points) @ known
+                axis = torch.from_numpy(coordinates[:, -1]).to(points) @ known
                 return points.new_tensor(theta, dtype=torch.float64), axis / axis.norm()
-        basis[step + 1] = image / float(beside[step])
+        basis[step + 1] = image / beside[step]
     return _leading_by_decomposition(points)
-
-
-def _tridiagonal(diagonal: Float[Tensor, " k"], beside: Float[Tensor, " k-1"]) -> Float[Tensor, "k k"]:
-    return diagonal.diag() + beside.diag(1) + beside.diag(-1)
 
 
 def _leading_by_decomposition(points: Float[Tensor, "n d"]) -> tuple[Float[Tensor, ""], Float[Tensor, " d"]]:
