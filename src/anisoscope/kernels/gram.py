@@ -256,15 +256,16 @@ def leading_eigenpair(
         if 2 <= step < 16 or step % 8 == 0:
             size, coupling = step + 1, beside[step]
             tridiagonal = np.diag(diagonal[:size]) + np.diag(beside[:step], 1) + np.diag(beside[:step], -1)
-            ritz, coordinates = np.linalg.eigh(tridiagonal)
-            theta, error = ritz[-1], coupling * abs(coordinates[-1, -1])
+            # By torch, whose threads are the caller's to set: numpy would wake its own for a handful of numbers.
+            ritz, coordinates = torch.linalg.eigh(torch.from_numpy(tridiagonal))
+            theta, error = float(ritz[-1]), coupling * abs(float(coordinates[-1, -1]))
             outside = frobenius - np.square(tridiagonal).sum() - 2 * coupling**2
             rest = min(trace - diagonal.sum(), math.sqrt(max(outside, 0.0)))
             if rest < theta and error > LEADING_TOLERANCE * theta:
                 tridiagonal[-1, -1] += coupling**2 / (theta - rest)
-                error = min(error, np.linalg.eigvalsh(tridiagonal)[-1] - theta)
+                error = min(error, float(torch.linalg.eigvalsh(torch.from_numpy(tridiagonal))[-1]) - theta)
             if error <= LEADING_TOLERANCE * theta:
-                axis = torch.from_numpy(coordinates[:, -1]).to(points) @ known
+                axis = coordinates[:, -1].to(points) @ known
                 return points.new_tensor(theta, dtype=torch.float64), axis / axis.norm()
         basis[step + 1] = image / beside[step]
     return _leading_by_decomposition(points)
