@@ -11,7 +11,9 @@ PACKAGE = Path(__file__).parent.parent / "src" / "anisoscope"
 
 # Each room may use rooms of earlier lines, in its own wing: computing (with torch), reading (without).
 COMPUTING = (
-    {"errors", "records", "progress"},
+    {"errors", "records", "progress", "revisions"},
+    {"store", "hub"},
+    {"status", "sources"},
     {"kernels"},
     {"cloud", "metrics"},
     {"stack"},
@@ -25,12 +27,45 @@ COMPUTING = (
     {"capture", "owners", "rooms"},
     {"gauge"},
     {"walk"},
-    {"lab"},
+    {"integrity"},
+    {"checkpoints", "fetch"},
+    {"jobs"},
+    {"engines"},
+    {"sweep", "lab"},
+    {"cli"},
+    {"__main__"},
+)
+READING = (
+    {"errors", "records", "progress", "revisions"},
+    {"store", "protocols", "integrity", "resampling", "flags"},
+    {"status", "claims", "conditions", "figures"},
+    {"printing"},
     {"cli"},
 )
-READING = ({"errors", "records"}, {"store", "protocols"}, {"printing"}, {"cli"})
 # Inside a function these may be loaded by rooms of the reading wing, at the moment a command needs them.
-TORCH_FREE = ("anisoscope", "errors", "records", "progress", "store", "protocols", "printing", "cli", "corpora", "text")
+TORCH_FREE = (
+    "anisoscope",
+    "errors",
+    "records",
+    "progress",
+    "revisions",
+    "store",
+    "status",
+    "protocols",
+    "integrity",
+    "hub",
+    "sources",
+    "checkpoints",
+    "fetch",
+    "claims",
+    "conditions",
+    "figures",
+    "flags",
+    "printing",
+    "cli",
+    "corpora",
+    "text",
+)
 
 
 def imports_of(source: str, *, top_level: bool) -> set[str]:

@@ -32,12 +32,12 @@ from anisoscope.models import (
     Stack,
     adopt_model,
     discover_layout,
-    hash_weights,
     load_model,
     select_sites,
     sites_of,
     verify_layout,
 )
+from anisoscope.sources import hash_weights
 from anisoscope.trace import make_probe
 
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")

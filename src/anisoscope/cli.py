@@ -5,7 +5,7 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,6 +13,7 @@ import typer
 
 from anisoscope import __version__
 from anisoscope.errors import AnisoscopeError, SpecError
+from anisoscope.flags import pick, run_flags, spec_flags, takes, words
 from anisoscope.records import Spec
 
 app = typer.Typer(
@@ -26,6 +27,9 @@ app = typer.Typer(
 OK, FAILED, USAGE, PARTLY = 0, 1, 2, 3
 
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+Protocol = Annotated[str | None, typer.Option(help="A paper's settings: `anisoscope ls protocols`.")]
+Config = Annotated[Path | None, typer.Option(help="TOML file with any of these flags as keys.")]
+Output = Annotated[Path | None, typer.Option("--output", "-o", metavar="RUN", help="Folder to store units in.")]
 Json = Annotated[bool, typer.Option("--json", help="Print a JSON array on stdout and nothing else.")]
 
 
@@ -77,18 +81,8 @@ def _root(
     pass
 
 
-def _words(text: str | None) -> tuple[str, ...] | None:
-    return None if text is None else tuple(word.strip() for word in text.split(",") if word.strip())
-
-
-def _numbers(text: str | None) -> tuple[int, ...] | None:
-    try:
-        return None if text is None else tuple(int(word) for word in _words(text) or ())
-    except ValueError as error:
-        raise SpecError(f"--gride-scales takes whole numbers with commas between them; came {text!r}") from error
-
-
 @app.command()
+@takes(spec_flags, run_flags)
 def measure(
     models: Annotated[
         list[str] | None,
@@ -96,85 +90,26 @@ def measure(
             metavar="MODEL...", help="Hub name, local folder or .gguf file; may be left out with --protocol."
         ),
     ] = None,
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub model.")] = None,
-    corpus: Annotated[
-        str | None, typer.Option(help="pydoc, enwik8, a file or folder, hf:DATASET, or - for stdin.  [pydoc]")
+    revision: Annotated[
+        str | None, typer.Option(help="Branch, tag or commit of a hub model; subfolder of a local one.")
     ] = None,
-    metrics: Annotated[str | None, typer.Option(help="Estimators or families, with commas between them.")] = None,
-    sites: Annotated[str | None, typer.Option(help="Such as embed,block.*,final_norm (patterns allowed).")] = None,
-    populations: Annotated[
-        str | None, typer.Option(help="Out of all, content, typical, types, matched.  [each metric's own]")
-    ] = None,
-    tokens: Annotated[int | None, typer.Option(help="Tokens to run through the model.  [65536]")] = None,
-    seq_len: Annotated[int | None, typer.Option(help="Tokens in a window.  [512]")] = None,
-    batch_points: Annotated[int | None, typer.Option(help="Points a batch has at least.  [4096]")] = None,
-    special_tokens: Annotated[
-        bool | None, typer.Option("--special-tokens/--no-special-tokens", help="The tokenizer's own.  [on]")
-    ] = None,
-    dtype: Annotated[str | None, typer.Option(help="Of the model's weights and states.  [float32]")] = None,
-    seed: Annotated[int | None, typer.Option(help="Of every random choice.  [0]")] = None,
-    typical_k: Annotated[float | None, typer.Option(help="Norm limit of `typical`, in MADs.  [6]")] = None,
-    discard_fraction: Annotated[float | None, typer.Option(help="Largest ratios TwoNN leaves out.  [0.1]")] = None,
-    neighbors: Annotated[int | None, typer.Option(help="Neighbours of levina_bickel.  [20]")] = None,
-    gride_scales: Annotated[str | None, typer.Option(help="Scales of gride.  [2,4,8,16,32,64]")] = None,
-    isoscore_zeta: Annotated[float | None, typer.Option(help="Shrinkage of isoscore_star.  [0.25]")] = None,
-    blocks: Annotated[str | None, typer.Option(help="Path of the block list, where it is not found.")] = None,
-    final_norm: Annotated[str | None, typer.Option(help="Path of the final norm, where it is not found.")] = None,
-    protocol: Annotated[str | None, typer.Option(help="A paper's settings: `anisoscope ls protocols`.")] = None,
-    config: Annotated[Path | None, typer.Option(help="TOML file with any of these flags as keys.")] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 ...")] = "auto",
-    device_map: Annotated[
-        str | None, typer.Option(help="auto: spread a model over devices and memory (accelerate).")
-    ] = None,
-    batch_size: Annotated[str, typer.Option(help="Windows in a forward pass; halved when memory runs out.")] = "auto",
+    protocol: Protocol = None,
+    config: Config = None,
     owners: Annotated[bool, typer.Option("--owners", help="List who owns the leading axis of each site.")] = False,
     full: Annotated[bool, typer.Option("--full", help="Print every record as a row.")] = False,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run model code that comes from the hub.")
-    ] = False,
-    allow_pickle: Annotated[
-        bool, typer.Option("--allow-pickle", help="Load pickled weights where there are no safetensors.")
-    ] = False,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="RUN", help="Folder to store units in.")
-    ] = None,
+    output: Output = None,
     as_json: Json = False,
     debug: Debug = False,
+    **flags: Any,
 ) -> None:
     """Run models over text and measure the geometry of their states at every site.
 
     Example: anisoscope measure EleutherAI/pythia-160m --corpus enwik8 --owners -o runs/pythia
     """
     with _reporting(debug):
-        flags = {
-            "revision": revision,
-            "corpus": corpus,
-            "metrics": _words(metrics),
-            "sites": _words(sites),
-            "populations": _words(populations),
-            "tokens": tokens,
-            "seq_len": seq_len,
-            "batch_points": batch_points,
-            "special_tokens": special_tokens,
-            "dtype": dtype,
-            "seed": seed,
-            "typical_k": typical_k,
-            "discard_fraction": discard_fraction,
-            "neighbors": neighbors,
-            "gride_scales": _numbers(gride_scales),
-            "isoscore_zeta": isoscore_zeta,
-            "blocks": _words(blocks),
-            "final_norm": _words(final_norm),
-        }
-        names, settings = _merge(models or [], flags, protocol, config)
-        run = {
-            "device": device,
-            "device_map": device_map,
-            "batch_size": _batch_size(batch_size),
-            "trust_remote_code": trust_remote_code,
-            "allow_pickle": allow_pickle,
-            "progress": not as_json,
-        }
+        given = pick(flags, spec_flags) | ({} if revision is None else {"revision": revision})
+        names, settings = _merge(models or [], given, protocol, config)
+        run = pick(flags, run_flags) | {"progress": not as_json}
         specs = [Spec(model=name, **settings) for name in names]
         units, failed = _measure_all(specs, run, output)
         _print_units(units, as_json=as_json, owners=owners, full=full)
@@ -185,7 +120,7 @@ def measure(
 
 
 def _merge(
-    models: list[str], flags: dict[str, Any], protocol: str | None, config: Path | None
+    models: list[str], flags: dict[str, Any], protocol: str | None, config: Path | None, *, required: bool = True
 ) -> tuple[list[str], dict[str, Any]]:
     """Flags over --config over --protocol over the defaults of Spec."""
     settings: dict[str, Any] = {}
@@ -203,21 +138,13 @@ def _merge(
         named = given.pop("model", given.pop("models", []))
         models = models or ([named] if isinstance(named, str) else list(named))
         settings |= {name.replace("-", "_"): value for name, value in given.items()}
-    settings |= {name: value for name, value in flags.items() if value is not None}
+    settings |= flags
     unknown = set(settings) - {item.name for item in fields(Spec)}
     if unknown:
         raise SpecError(f"--config has keys that are no flags of measure: {', '.join(sorted(unknown))}")
-    if not models:
+    if not models and required:
         raise SpecError("name at least one MODEL (or a --protocol that lists some)")
     return models, {name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()}
-
-
-def _batch_size(text: str) -> int | None:
-    if text == "auto":
-        return None
-    if not text.isdigit() or int(text) < 1:
-        raise SpecError(f"--batch-size is auto or a positive number; came {text!r}")
-    return int(text)
 
 
 def _measure_all(specs: list[Spec], run: dict[str, Any], output: Path | None) -> tuple[list[Any], int]:
@@ -271,17 +198,131 @@ def _cost_of(unit: Any) -> dict[str, float]:
     return {f"seconds_{part}": seconds for part, seconds in unit.provenance.get("cost", {}).items()}
 
 
+@app.command()
+@takes(spec_flags, run_flags)
+def sweep(
+    models: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="MODEL...",
+            help="Hub repository, folder of checkpoints, or family with a * in its name; left out with --checkpoints.",
+        ),
+    ] = None,
+    revisions: Annotated[str | None, typer.Option(help="Glob on branches and tags.  [those that state a step]")] = None,
+    checkpoints: Annotated[str | None, typer.Option(help="Glob on local folders, such as 'out/checkpoint-*'.")] = None,
+    listed: Annotated[
+        Path | None, typer.Option("--list", help="File with a MODEL@REVISION, folder or revision on each line.")
+    ] = None,
+    log_spaced: Annotated[int | None, typer.Option(help="Take so many, evenly spaced in log step.")] = None,
+    every: Annotated[int | None, typer.Option(help="Take every Nth; the last is always among them.")] = None,
+    tokens_per_step: Annotated[int | None, typer.Option(help="Training tokens in a step, where you know it.")] = None,
+    corpora: Annotated[str | None, typer.Option(help="Several corpora, with commas between them.")] = None,
+    engine: Annotated[str, typer.Option(help="local, processes, ray (joins RAY_ADDRESS) or slurm.")] = "local",
+    workers: Annotated[int | None, typer.Option(help="Checkpoints measured side by side.  [as there is room]")] = None,
+    gpus_per_job: Annotated[float, typer.Option(help="GPUs a checkpoint needs.")] = 0.0,
+    cpus_per_job: Annotated[int, typer.Option(help="Cores a checkpoint gets from Ray and Slurm.")] = 1,
+    slurm: Annotated[
+        list[str] | None, typer.Option(help="NAME=VALUE for submitit, such as slurm_partition=gpu; repeatable.")
+    ] = None,
+    max_retries: Annotated[
+        int, typer.Option(help="Times a unit is tried again when a worker or the network dies.")
+    ] = 2,
+    downloads: Annotated[int, typer.Option(help="Checkpoints a host downloads at the same time.")] = 2,
+    no_verify: Annotated[bool, typer.Option("--no-verify", help="Measure suspicious checkpoints too, marked.")] = False,
+    keep_cache: Annotated[bool, typer.Option("--keep-cache", help="Keep downloaded files in the hub's cache.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan with sizes, and measure nothing.")] = False,
+    protocol: Protocol = None,
+    config: Config = None,
+    output: Output = None,
+    as_json: Json = False,
+    debug: Debug = False,
+    **flags: Any,
+) -> None:
+    """Measure the checkpoints of training runs; running the same command again does what is left.
+
+    Example: anisoscope sweep EleutherAI/pythia-160m --log-spaced 12 --corpus enwik8 -o runs/pythia
+    """
+    with _reporting(debug):
+        from anisoscope.checkpoints import choose, find_checkpoints, inspect_all, read_list
+        from anisoscope.printing import print_plan
+
+        names = list(models or [])
+        if checkpoints is not None:
+            names.append(str(Path(checkpoints).parent))
+            revisions = Path(checkpoints).name
+        names, settings = _merge(names, pick(flags, spec_flags), protocol, config, required=listed is None)
+        texts = words(corpora) or (settings.pop("corpus", Spec.corpus),)
+        if listed is not None:
+            chosen = series = read_list(listed, names[0] if names else None, tokens_per_step=tokens_per_step)
+        else:
+            runs = [find_checkpoints(name, revisions=revisions, tokens_per_step=tokens_per_step) for name in names]
+            chosen = [item for run in runs for item in choose(run, log_spaced=log_spaced, every=every)]
+            series = [item for run in runs for item in run]
+        if dry_run:
+            verified = inspect_all(chosen, series=series, progress=not as_json)
+            print_plan(verified, corpora=texts, as_json=as_json)
+            return
+        if output is None:
+            raise SpecError("a sweep needs a folder to store units in: -o RUN")
+        from anisoscope.sweep import plan_specs, run_sweep
+
+        swept = run_sweep(
+            plan_specs(chosen, texts, settings),
+            output,
+            engine,
+            checkpoints=chosen,
+            series=series,
+            workers=workers,
+            gpus_per_job=gpus_per_job,
+            cpus_per_job=cpus_per_job,
+            max_retries=max_retries,
+            verify=not no_verify,
+            keep_cache=keep_cache,
+            downloads=downloads,
+            engine_options=_pairs(slurm or []),
+            progress=not as_json,
+            **pick(flags, run_flags),
+        )
+        _tell_swept(swept, output, as_json)
+        if swept.failed:
+            raise typer.Exit(PARTLY if swept.measured or swept.stored_before else FAILED)
+
+
+def _pairs(items: list[str]) -> dict[str, Any]:
+    for item in items:
+        if "=" not in item:
+            raise SpecError(f"--slurm takes NAME=VALUE; came {item!r}")
+    pairs = (item.split("=", 1) for item in items)
+    return {name: int(value) if value.isdigit() else value for name, value in pairs}
+
+
+def _tell_swept(swept: Any, output: Path, as_json: bool) -> None:
+    for finding in swept.findings:
+        _say(f"suspicious, measured and marked: {finding}")
+    if as_json:
+        print(json.dumps(asdict(swept)))
+        return
+    counts = f"{len(swept.measured)} measured, {len(swept.stored_before)} stored before, {len(swept.failed)} failed"
+    print(f"{counts}; units are in {output}")
+    if swept.failed:
+        print(f"`anisoscope status {output}` says why; the same command tries them again")
+
+
 @app.command("ls")
 def list_things(
-    what: Annotated[str, typer.Argument(metavar="metrics|models|corpora|protocols")],
+    what: Annotated[str, typer.Argument(metavar="metrics|models|corpora|protocols|checkpoints")],
+    model: Annotated[str | None, typer.Argument(help="Whose checkpoints: repository, folder or family.")] = None,
+    revisions: Annotated[str | None, typer.Option(help="Glob on the names of checkpoints.")] = None,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """List what there is: metrics, models, corpora or protocols."""
+    """List what there is: metrics, models, corpora, protocols, or the checkpoints of a MODEL."""
     with _reporting(debug):
         from anisoscope import printing
 
-        rows = printing.listing(what)
+        if (what == "checkpoints") != (model is not None):
+            raise SpecError("MODEL goes with `ls checkpoints`, and only with it")
+        rows = printing.listing(what, model, revisions)
         if as_json:
             print(json.dumps(rows, ensure_ascii=False))
         else:
@@ -294,19 +335,26 @@ def status(
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Say which units of a run are done and which failed."""
+    """Say which units of a run are done, running, failed and waiting, and how long the rest will take."""
     with _reporting(debug):
-        from anisoscope import printing
-        from anisoscope.errors import StoreError
-        from anisoscope.store import Store
+        from anisoscope.printing import print_status
+        from anisoscope.status import survey
 
-        if not run.is_dir():
-            raise StoreError(f"there is no run folder {run}")
-        store = Store(run)
+        store = _open(run)
         if as_json:
-            print(json.dumps({"done": sorted(store.keys()), "failed": store.failures()}, ensure_ascii=False))
+            seen = survey(store)
+            print(json.dumps({"units": seen.rows, "seconds_left": seen.seconds_left}, ensure_ascii=False))
         else:
-            printing.print_status(store)
+            print_status(survey(store))
+
+
+def _open(run: Path) -> Any:
+    from anisoscope.errors import StoreError
+    from anisoscope.store import Store
+
+    if not run.is_dir():
+        raise StoreError(f"there is no run folder {run}")
+    return Store(run)
 
 
 @app.command()
@@ -335,8 +383,8 @@ def doctor(
             revision=revision,
             dtype=dtype,
             device=device,
-            blocks=_words(blocks) or (),
-            final_norm=_words(final_norm) or (),
+            blocks=words(blocks) or (),
+            final_norm=words(final_norm) or (),
             trust_remote_code=trust_remote_code,
             allow_pickle=allow_pickle,
         )

@@ -69,6 +69,9 @@ class Cloud:
     """How many neighbours the most demanding metric wants."""
     scratch: Float[Tensor, " m"] | None = None
     """Memory for the products of all points, not used by anyone else while this cloud is."""
+    whole: "Cloud | None" = None
+    index: Int[Tensor, " n"] | None = None
+    """Where this cloud is a part of another: which points of it. Views read what the whole has computed already."""
 
     @property
     def dim(self) -> int:
@@ -77,10 +80,6 @@ class Cloud:
 
     def __len__(self) -> int:
         return self.points.shape[0]
-
-    whole: "Cloud | None" = None
-    index: Int[Tensor, " n"] | None = None
-    """Where this cloud is a part of another: which points of it. Views read what the whole has computed already."""
 
     def take(self, index: Int[Tensor, " m"]) -> "Cloud":
         """The cloud of some of its points."""

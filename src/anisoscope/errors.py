@@ -4,7 +4,8 @@
     ├── SpecError            a request that cannot be honoured: unknown metric, site or population, impossible number
     ├── CorpusError          text that is missing, empty or cannot be decoded
     ├── ModelError           a model or tokenizer that cannot be loaded
-    │   └── LayoutError      its blocks and final norm were not found, or failed the check at load
+    │   ├── LayoutError      its blocks and final norm were not found, or failed the check at load
+    │   └── CheckpointError  checkpoints that were not found, or are not what their names say
     ├── StatesError          states or points that are not finite
     ├── StoreError           a run folder that cannot be read or written
     └── MissingPackageError  an optional package, with the command that installs it
@@ -32,6 +33,10 @@ class ModelError(AnisoscopeError):
 
 class LayoutError(ModelError):
     """Blocks or final norm not found, or a check at load that failed."""
+
+
+class CheckpointError(ModelError):
+    """Checkpoints that were not found, or are not what their names say."""
 
 
 class StatesError(AnisoscopeError, ValueError):

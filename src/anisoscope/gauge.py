@@ -22,10 +22,30 @@ from anisoscope.progress import Advance
 from anisoscope.records import Site, Spec
 from anisoscope.rooms import Batch, Room, Rooms
 
+# Clouds with fewer numbers than this (points times coordinates) are measured by one thread.
+PARALLEL_NUMBERS = 1 << 20
+
 
 def seed_for(*parts: int) -> int:
     """A seed that depends on every part."""
     return int(np.random.SeedSequence(parts).generate_state(1, np.uint32)[0])
+
+
+@contextlib.contextmanager
+def _threads_for(numbers: int) -> Iterator[None]:
+    """One thread for small clouds: threads that wait for each other at every small product cost more than they do.
+
+    Where other programs want the cores too, two threads took twenty times as long as one (docs/log.md).
+    """
+    before = torch.get_num_threads()
+    if numbers >= PARALLEL_NUMBERS or before == 1:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 class Clock:
@@ -81,7 +101,8 @@ class Gauge:
     def measure(self, rooms: Rooms, batches: list[Batch], advance: Advance) -> None:
         """Measure a pool at every site."""
         for room in rooms.rooms:
-            self._measure_room(room, rooms, batches, advance)
+            with _threads_for((batches[0].stop - batches[0].start) * room.states.shape[-1]):
+                self._measure_room(room, rooms, batches, advance)
         self._members.clear()
         self.clock.settle()
 

@@ -4,9 +4,7 @@ Nothing is guessed in silence: weights that are missing, a tokenizer without wor
 and a layout that fails its check all stop here, with one sentence that says what to do.
 """
 
-import functools
 import hashlib
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,12 +24,10 @@ from anisoscope.layout import is_causal
 from anisoscope.layout import select_sites as select_sites
 from anisoscope.layout import sites_of as sites_of
 from anisoscope.layout import verify_layout as verify_layout
+from anisoscope.sources import Source, hash_weights, is_commit, locate
 from anisoscope.trace import is_encoder_decoder, make_probe, trace_module
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-
-# What defines a saved model besides its weights.
-_DEFINING = ("config.json", "tokenizer*", "vocab*", "merges.txt", "spiece.model", "special_tokens_map.json")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -58,6 +54,8 @@ def load_model(
     name: str,
     *,
     revision: str | None = None,
+    weights: str | None = None,
+    folder: Path | None = None,
     dtype: str = "float32",
     device: str = "auto",
     device_map: Any = None,
@@ -66,36 +64,43 @@ def load_model(
     blocks: tuple[str, ...] = (),
     final_norm: tuple[str, ...] = (),
 ) -> Model:
-    """Load a hub model, a local folder or a `.gguf` file, find its layout and prove it."""
+    """Load a hub model, a local folder or a `.gguf` file, find its layout and prove it.
+
+    `weights` is the commit of a hub model where it is known already, `folder` where its files were fetched to.
+    """
     if dtype not in DTYPES:
         raise SpecError(f"unknown dtype {dtype!r}: one of {', '.join(DTYPES)}")
     where = _pick_device(device)
     if device_map is not None:
         _need(("accelerate",), "device_map")
-    weights = hash_weights(name, revision=revision)
+    place = locate(name, revision)
+    if place.repo is None or weights is None or not is_commit(weights):
+        weights = hash_weights(name, revision=revision)
+    if folder is not None:
+        place = Source(path=folder)
     source: dict[str, Any] = {"trust_remote_code": trust_remote_code}
-    if _is_gguf(name):
-        source |= {"pretrained_model_name_or_path": str(Path(name).parent), "gguf_file": Path(name).name}
-        _need(("gguf", "accelerate"), "Reading a .gguf file")
-    elif Path(name).is_dir():
-        source |= {"pretrained_model_name_or_path": name}
-    else:
+    if place.path is None:
         # By commit: a branch may move between here and the end of the download.
-        source |= {"pretrained_model_name_or_path": name, "revision": weights}
-    with _quiet(bars=not Path(name).exists()), _explaining(name):
+        source |= {"pretrained_model_name_or_path": place.repo, "revision": weights}
+    elif place.is_gguf:
+        source |= {"pretrained_model_name_or_path": str(place.path.parent), "gguf_file": place.path.name}
+        _need(("gguf", "accelerate"), "Reading a .gguf file")
+    else:
+        source |= {"pretrained_model_name_or_path": str(place.path)}
+    with _quiet(bars=place.path is None), _explaining(name):
         from transformers import AutoConfig
 
         config = AutoConfig.from_pretrained(**source)
         tokenizer = _load_tokenizer(name, source)
-        loader, head = _loader_for(config, gguf=_is_gguf(name))
+        loader, head = _loader_for(config, gguf=place.is_gguf)
         options = {
             "config": config,
             "dtype": getattr(torch, dtype),
             "device_map": device_map,
             "output_loading_info": True,
         }
-        if not _is_gguf(name):
-            _refuse_pickle(name, allow_pickle)
+        if not place.is_gguf:
+            _refuse_pickle(name, place.path, allow_pickle)
             options |= {"use_safetensors": None if allow_pickle else True}
         module, info = loader.from_pretrained(**source, **{key: v for key, v in options.items() if v is not None})
         if device_map is None:
@@ -107,7 +112,7 @@ def load_model(
     if _check_complete(name, module, layout, probe, set(info["missing_keys"])):
         head = None
         notes.append("The language-model head has no weights in the checkpoint: no loss.")
-    if _is_gguf(name):
+    if place.is_gguf:
         notes.append("Weights were dequantised from GGUF.")
     return _assemble(name, module, tokenizer, layout, probe, head=head, weights=weights, notes=notes, checks=checks)
 
@@ -167,42 +172,6 @@ def _assemble(
     )
 
 
-def hash_weights(name: str, *, revision: str | None = None) -> str:
-    """What identifies a model before it is loaded.
-
-    A hub model: its commit. A `.gguf` file: its SHA-256. A folder: SHA-256 over the names and contents of the weight
-    files that would be loaded (safetensors where there are any, else pickled ones), the config and the tokenizer, since
-    an edited config changes numbers as surely as other weights.
-    """
-    path = Path(name)
-    if path.is_file():
-        if not _is_gguf(name):
-            raise ModelError(f"{name} is a file, but no .gguf file: name the folder it is in")
-        return _hash_files([path])
-    if path.is_dir():
-        files = sorted(path.glob("*.safetensors")) or sorted(path.glob("pytorch_model*.bin"))
-        if not files:
-            raise ModelError(f"{name} has no weight files (*.safetensors): is it the folder of a saved model?")
-        return _hash_files([*files, *sorted(file for pattern in _DEFINING for file in path.glob(pattern))])
-    return _find_commit(name, revision)
-
-
-def _hash_files(files: list[Path]) -> str:
-    """SHA-256 over names and contents; read again only when a file's size or time has changed."""
-    return _hash_stamped(tuple((file, file.stat().st_size, file.stat().st_mtime_ns) for file in files))
-
-
-@functools.lru_cache(maxsize=64)
-def _hash_stamped(files: tuple[tuple[Path, int, int], ...]) -> str:
-    digest = hashlib.sha256()
-    for file, _, _ in files:
-        digest.update(f"{file.name}\n".encode())
-        with file.open("rb") as stream:
-            while block := stream.read(1 << 20):
-                digest.update(block)
-    return digest.hexdigest()
-
-
 def _hash_module(module: nn.Module) -> str:
     digest = hashlib.sha256()
     for key, value in module.state_dict().items():
@@ -212,41 +181,6 @@ def _hash_module(module: nn.Module) -> str:
             digest.update(f"{key} {value.dtype} {tuple(value.shape)}\n".encode())
             digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
-
-
-def _find_commit(name: str, revision: str | None) -> str:
-    from huggingface_hub import model_info, try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
-    from huggingface_hub.utils import validate_repo_id
-
-    try:
-        validate_repo_id(name)
-    except HFValidationError as error:
-        raise ModelError(f"{name} is neither a folder, nor a .gguf file, nor the name of a hub model") from error
-    if revision and re.fullmatch("[0-9a-f]{40}", revision):
-        return revision
-    try:
-        commit = model_info(name, revision=revision, timeout=20).sha
-    except RevisionNotFoundError as error:
-        raise ModelError(f"{name} has no revision {revision!r} on the hub") from error
-    except RepositoryNotFoundError as error:
-        raise ModelError(
-            f"{name} is no local folder and no hub model (or a private one: log in with `hf auth`)"
-        ) from error
-    except Exception as error:  # offline, in any of the ways of the HTTP library in use
-        cached = try_to_load_from_cache(name, "config.json", revision=revision or "main")
-        if isinstance(cached, str):
-            return Path(cached).parent.name
-        raise ModelError(
-            f"{name} is no local folder, not in the cache, and the hub cannot be reached: {error}"
-        ) from error
-    if commit is None:
-        raise ModelError(f"the hub names no commit for {name}")
-    return commit
-
-
-def _is_gguf(name: str) -> bool:
-    return Path(name).is_file() and name.endswith(".gguf")
 
 
 def _need(packages: tuple[str, ...], purpose: str) -> None:
@@ -307,9 +241,8 @@ def _load_tokenizer(name: str, source: dict[str, Any]) -> Any:
     return tokenizer
 
 
-def _refuse_pickle(name: str, allow_pickle: bool) -> None:
-    folder = Path(name)
-    if folder.is_dir() and not allow_pickle and not any(folder.glob("*.safetensors")):
+def _refuse_pickle(name: str, folder: Path | None, allow_pickle: bool) -> None:
+    if folder is not None and not allow_pickle and not any(folder.glob("*.safetensors")):
         raise ModelError(_PICKLED.format(name=name))
 
 

@@ -1,5 +1,6 @@
 """Units, listings and layouts as terminal tables."""
 
+import json
 import math
 import platform
 from collections.abc import Sequence
@@ -11,8 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from anisoscope.errors import SpecError
+from anisoscope.integrity import Verified
 from anisoscope.records import Record, Unit, site_order
-from anisoscope.store import Store
+from anisoscope.status import Overview, as_table
 
 _BARS = "▁▂▃▄▅▆▇█"
 # A table that is piped or saved is not cut to the 80 columns of a terminal nobody looks at.
@@ -176,8 +178,15 @@ def print_owners(unit: Unit) -> None:
         console.print(Text(f"  coordinates  {coordinates}"))
 
 
-def listing(what: str) -> list[dict[str, Any]]:
+def listing(what: str, model: str | None = None, revisions: str | None = None) -> list[dict[str, Any]]:
     """The rows of `ls`."""
+    if what == "checkpoints" and model is not None:
+        from anisoscope.checkpoints import find_checkpoints
+
+        return [
+            {name: getattr(item, name) for name in ("model", "revision", "stage", "step", "tokens", "commit")}
+            for item in find_checkpoints(model, revisions=revisions)
+        ]
     if what == "metrics":
         from anisoscope.metrics import all_metrics
 
@@ -206,7 +215,7 @@ def listing(what: str) -> list[dict[str, Any]]:
 
         papers = [load_protocol(name) for name in protocol_names()]
         return [{"protocol": p.name, "what": p.title, "models": len(p.models), "cite": p.cite} for p in papers]
-    raise SpecError(f"ls lists metrics, models, corpora or protocols; came {what!r}")
+    raise SpecError(f"ls lists metrics, models, corpora, protocols or checkpoints; came {what!r}")
 
 
 def print_listing(what: str, rows: Sequence[dict[str, Any]]) -> None:
@@ -216,7 +225,7 @@ def print_listing(what: str, rows: Sequence[dict[str, Any]]) -> None:
     for name in rows[0]:
         table.add_column(name)
     for row in rows:
-        table.add_row(*(Text(str(value)) for value in row.values()))
+        table.add_row(*(Text("" if value is None else str(value)) for value in row.values()))
     console.print(table)
     if what == "models":
         console.print(
@@ -225,32 +234,56 @@ def print_listing(what: str, rows: Sequence[dict[str, Any]]) -> None:
         )
 
 
-def print_status(store: Store) -> None:
-    """Done and failed units of a run."""
+def print_status(seen: Overview) -> None:
+    """The units of a run and their states."""
+    console = _console()
+    console.print(as_table(seen.rows))
+    console.print(seen.sentence())
+
+
+def print_plan(verified: Verified, *, corpora: Sequence[str], as_json: bool) -> None:
+    """What a sweep would measure, and how much it would read or download."""
+    rows = [
+        {
+            "model": item.model,
+            "revision": item.revision,
+            "stage": item.stage,
+            "step": item.step,
+            "tokens": item.tokens,
+            "commit": item.commit,
+            "bytes": item.size,
+            "suspect": item.suspect,
+        }
+        for item in verified.checkpoints
+    ]
+    if as_json:
+        print(json.dumps(rows, ensure_ascii=False))
+        return
     console = _console()
     table = Table(box=None, pad_edge=False)
-    for name in ("unit", "model", "revision", "corpus", "records", "measured", "state"):
-        table.add_column(name)
-    for key in sorted(store.keys()):
-        unit = store.get(key)
-        spec = unit.spec
-        told = (
-            key,
-            spec.model,
-            spec.revision or "",
-            spec.corpus,
-            str(len(unit.records)),
-            unit.provenance["time"],
-            "done",
-        )
-        table.add_row(*map(Text, told))
-    failures = store.failures()
-    for row in failures:
-        spec = row["spec"]
-        told = (row["key"], spec["model"], spec["revision"] or "", spec["corpus"], "", row["time"])
-        table.add_row(*map(Text, told), Text(f"failed: {row['error']}: {row['message']}"))
+    for name in rows[0]:
+        table.add_column(name, justify="right" if name in ("step", "tokens", "bytes") else "left", overflow="fold")
+    for row in rows:
+        told = {**row, "bytes": format_bytes(row["bytes"]), "commit": (row["commit"] or "")[:12]}
+        table.add_row(*(Text("" if value is None else str(value)) for value in told.values()))
     console.print(table)
-    console.print(f"{len(store.keys())} done, {len(failures)} failed")
+    total = format_bytes(sum(row["bytes"] for row in rows))
+    console.print(
+        f"{len(rows)} checkpoints x {len(corpora)} corpora ({', '.join(corpora)}) = {len(rows) * len(corpora)} units, "
+        f"{total} in all, {format_bytes(max(row['bytes'] for row in rows))} the largest"
+    )
+    if verified.findings:
+        console.print(f"{len(verified.findings)} are suspicious: the sweep stops at them unless --no-verify is given")
+
+
+def format_bytes(count: int) -> str:
+    """A size as people say it."""
+    size, unit = float(count), "B"
+    for larger in ("kB", "MB", "GB", "TB"):
+        if size < 1000:
+            break
+        size, unit = size / 1000, larger
+    return f"{size:.3g} {unit}"
 
 
 def print_environment() -> None:
@@ -270,6 +303,8 @@ def print_environment() -> None:
         ("accelerate", "--device-map and .gguf files: pip install 'anisoscope[gguf]'"),
         ("gguf", ".gguf files: pip install 'anisoscope[gguf]'"),
         ("datasets", "hf:DATASET corpora: pip install 'anisoscope[data]'"),
+        ("ray", "sweep --engine ray: pip install 'anisoscope[ray]'"),
+        ("submitit", "sweep --engine slurm: pip install 'anisoscope[slurm]'"),
     ):
         try:
             found = version(package)

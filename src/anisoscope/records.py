@@ -103,10 +103,43 @@ def site_order(name: str) -> tuple[int, int, str]:
     return stage, int(number.group()) if number else -1, rest
 
 
-def step_of(revision: str | None) -> int | None:
-    """The training step a revision's name states, or None: `step3000`, `global_step1000`, `checkpoint-500`."""
-    match = re.search(r"(?:step|checkpoint)[-_]?(\d+)", revision or "")
-    return int(match.group(1)) if match else None
+@dataclass(frozen=True, kw_only=True)
+class WeightFile:
+    """A file of a checkpoint: its name, size and, for weights, what is in it."""
+
+    name: str
+    size: int
+    sha256: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """One revision of a training run, and where in the training it stands, as far as that is known."""
+
+    model: str
+    """Hub name, local folder, or a family of either with a `*` that the revision stands for."""
+    revision: str | None
+    commit: str | None = None
+    """What a hub revision pointed to when it was looked up."""
+    stage: str | None = None
+    """Part of a training in several parts: `stage1`, `stage2-ingredient3`."""
+    step: int | None = None
+    tokens: int | None = None
+    """Tokens seen in training: from the name, the family's table or the user; never guessed."""
+    files: tuple[WeightFile, ...] = ()
+    """Known once it was inspected."""
+    suspect: str | None = None
+    """What is wrong with it, where verification found something."""
+
+    @property
+    def name(self) -> str:
+        """How people call it."""
+        return self.model if self.revision is None else f"{self.model}@{self.revision}"
+
+    @property
+    def size(self) -> int:
+        """Bytes of its files."""
+        return sum(file.size for file in self.files)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,6 +217,10 @@ class Record:
     note: str | None = None
     seconds: float = 0.0
     """Time all metrics of this site took together, over all batches."""
+    stage: str | None = None
+    """Part of a training in several parts, where the checkpoint's name states one."""
+    suspect: str | None = None
+    """Why the checkpoint may not be what its name says, where its files were found to be wrong."""
 
     def as_json(self) -> dict[str, Any]:
         """The row for machines: NaN becomes null."""

@@ -25,6 +25,8 @@ WIDTHS = (256, 8192)
 FIRST_STEPS, MORE_STEPS, MOST_STEPS = 12, 8, 60
 # Rows whose products with each other are also computed exactly.
 LARGEST = 64
+# How exact Σλ² is here: products of float16 rows on tensor cores, which cut off instead of rounding.
+SQUARES_ERROR = 5e-5
 # Views that a stack has. Neighbours: two at most.
 VIEWS = ("moments", "gram_sums", "directions", "neighbors")
 
@@ -228,7 +230,7 @@ def _bound(diagonal: Tensor, beside: Tensor, totals: Tensor, squares: Tensor) ->
     ritz, vectors = torch.linalg.eigh(tridiagonal)
     theta, coupling = ritz[..., -1], beside[..., -1]
     error = coupling * vectors[..., -1, -1].abs()
-    outside = squares * (1 + SUMS_ERROR) - tridiagonal.square().sum((-1, -2)) - 2 * coupling.square()
+    outside = squares * (1 + SQUARES_ERROR) - tridiagonal.square().sum((-1, -2)) - 2 * coupling.square()
     rest = torch.minimum(totals * (1 + SUMS_ERROR) - diagonal.sum(-1), outside.clamp_min(0).sqrt())
     tridiagonal[..., -1, -1] += torch.where(rest < theta, coupling.square() / (theta - rest), 0.0)
     upper = torch.linalg.eigvalsh(tridiagonal.nan_to_num(0.0, 0.0, 0.0))[..., -1]

@@ -3,17 +3,23 @@
     RUN/<key>.parquet        records; the Spec and provenance in the file's metadata
     RUN/<key>.safetensors    attachments, written first; their hash stands in the Parquet metadata
     RUN/<key>.failed.json    the last error of a unit that failed; a success removes it
+    RUN/<key>.running.json   who is measuring it; touched while that lives, and never a lock
+    RUN/<hash>.plan.json     the units a sweep is to make
 
 Every file is written under a temporary name, flushed to disk and renamed: a reader never sees half a unit, and a killed
 writer leaves at most a hidden temporary file.
 """
 
+import contextlib
 import hashlib
 import json
 import math
 import os
+import platform
 import secrets
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, fields
 from datetime import UTC, datetime
 from pathlib import Path
@@ -25,8 +31,13 @@ import pyarrow.parquet as pq
 
 from anisoscope.errors import StoreError
 from anisoscope.records import Record, Spec, Unit, site_order
+from anisoscope.revisions import training_order
 
 STORE_VERSION = 1
+# A unit that is being measured shows a sign of life this often; three that fail to come mean it is dead.
+HEARTBEAT_SECONDS = 10.0
+# So many units that were not read before are worth a file that holds them all.
+MERGED_AT_ONCE = 200
 _METADATA = b"anisoscope"
 
 _TYPES = {
@@ -75,9 +86,7 @@ class Store:
             self._write(f"{unit.key}.safetensors", data)
         rows = [asdict(record) for record in unit.records]
         schema = SCHEMA.with_metadata({_METADATA: json.dumps(metadata).encode()})
-        sink = pa.BufferOutputStream()
-        pq.write_table(pa.Table.from_pylist(rows, schema=schema), sink, compression="zstd")
-        self._write(path.name, sink.getvalue().to_pybytes())
+        self._write(path.name, _to_parquet(pa.Table.from_pylist(rows, schema=schema)))
         (self.folder / f"{unit.key}.failed.json").unlink(missing_ok=True)
         return path
 
@@ -119,23 +128,37 @@ class Store:
         return load(data)
 
     def table(self) -> pa.Table:
-        """One row per record of every finished unit, in order of model, step, site, metric."""
-        tables = [pq.read_table(path, schema=SCHEMA).replace_schema_metadata(None) for path in self._parts()]
-        table = pa.concat_tables(tables) if tables else SCHEMA.empty_table()
-        sites = [site_order(name) for name in table["site"].to_pylist()]
-        columns = [table[name].to_pylist() for name in ("model", "step", "stack", "metric", "population")]
-        order = sorted(
-            range(table.num_rows),
-            key=lambda i: (
-                columns[0][i],
-                -1 if columns[1][i] is None else columns[1][i],
-                columns[2][i] or "",
-                sites[i],
-                columns[3][i],
-                columns[4][i],
-            ),
-        )
-        return table.take(pa.array(order, pa.int64()))
+        """One row per record of every finished unit, in order of model, stage, step, site, metric, population."""
+        table = self._read_all()
+        ranks = [
+            _ranks(table, ("model",), lambda model: model or ""),
+            _ranks(table, ("stage", "step", "revision"), training_order),
+            _ranks(table, ("stack",), lambda stack: stack or ""),
+            _ranks(table, ("site",), site_order),
+            _ranks(table, ("metric",), str),
+            _ranks(table, ("population",), str),
+        ]
+        return table.take(pa.array(np.lexsort(ranks[::-1])))
+
+    def _read_all(self) -> pa.Table:
+        """The rows of all units. Units never change, so what was read once is kept in one file that reads at once."""
+        paths = {path.stem: path for path in self._parts()}
+        cache = self.folder / f".merged-{STORE_VERSION}.parquet"
+        try:
+            merged = pq.read_table(cache)
+            merged = SCHEMA.empty_table() if merged.schema.names != SCHEMA.names else merged
+        except (OSError, pa.ArrowInvalid):
+            merged = SCHEMA.empty_table()
+        known = set(merged["key"].unique().to_pylist())
+        if not known <= paths.keys():
+            merged = merged.filter(pa.array([key in paths for key in merged["key"].to_pylist()]))
+        fresh = [_read_part(path) for key, path in paths.items() if key not in known]
+        table = pa.concat_tables([merged, *fresh]).combine_chunks()
+        if len(fresh) >= MERGED_AT_ONCE:
+            # Only a cache: where the folder cannot be written, reading stays slow and right.
+            with contextlib.suppress(StoreError):
+                self._write(cache.name, _to_parquet(table))
+        return table
 
     def failures(self) -> list[dict[str, Any]]:
         """What is known of the units that failed and have not succeeded since."""
@@ -144,6 +167,67 @@ class Store:
         return [
             {"key": path.name.removesuffix(".failed.json"), **json.loads(path.read_text("utf-8"))} for path in failed
         ]
+
+    def plan(self, entries: Sequence[dict[str, Any]]) -> Path:
+        """Note what a sweep is to make: one entry with a `key` per unit. The same plan is the same file."""
+        data = json.dumps(list(entries), indent=1, ensure_ascii=False).encode()
+        name = hashlib.sha256("".join(sorted(entry["key"] for entry in entries)).encode()).hexdigest()[:20]
+        return self._write(f"{name}.plan.json", data)
+
+    def planned(self) -> dict[str, dict[str, Any]]:
+        """Every unit that some sweep is to make, by key."""
+        paths = sorted(self.folder.glob("*.plan.json")) if self.folder.is_dir() else []
+        return {entry["key"]: entry for path in paths for entry in json.loads(path.read_text("utf-8"))}
+
+    def begun(self) -> float | None:
+        """When the last sweep began: its plan was written then."""
+        times = [path.stat().st_mtime for path in self.folder.glob("*.plan.json")] if self.folder.is_dir() else []
+        return max(times, default=None)
+
+    def finished(self, key: str) -> float:
+        """When a unit was stored."""
+        return (self.folder / f"{key}.parquet").stat().st_mtime
+
+    def spec(self, key: str) -> dict[str, Any]:
+        """The Spec of a unit, without its records."""
+        try:
+            return _metadata_of(pq.read_schema(self.folder / f"{key}.parquet"))["spec"]
+        except (OSError, pa.ArrowInvalid, KeyError) as error:
+            raise StoreError(f"no readable unit {key} in {self.folder}: {error}") from error
+
+    @contextlib.contextmanager
+    def working_on(self, key: str) -> Iterator[None]:
+        """Let readers see that a unit is being measured, for as long as this process lives."""
+        who = {"host": platform.node(), "pid": os.getpid(), "since": time.time()}
+        path = self._write(f"{key}.running.json", json.dumps(who).encode())
+        stop = threading.Event()
+
+        def beat() -> None:
+            while not stop.wait(HEARTBEAT_SECONDS):
+                with contextlib.suppress(OSError):
+                    os.utime(path)
+
+        thread = threading.Thread(target=beat, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            thread.join()
+            path.unlink(missing_ok=True)
+
+    def running(self) -> dict[str, dict[str, Any]]:
+        """Units being measured somewhere: key -> host, pid, since. The dead are left out."""
+        found: dict[str, dict[str, Any]] = {}
+        for path in self.folder.glob("*.running.json") if self.folder.is_dir() else ():
+            # It may end between being listed and being read.
+            with contextlib.suppress(OSError, ValueError):
+                key = path.name.removesuffix(".running.json")
+                who = json.loads(path.read_text("utf-8"))
+                beating = time.time() - path.stat().st_mtime < 3 * HEARTBEAT_SECONDS
+                if beating and key not in self and not (who["host"] == platform.node() and _is_gone(who["pid"])):
+                    found[key] = who
+        return found
 
     def _parts(self) -> Iterator[Path]:
         if self.folder.is_dir():
@@ -174,6 +258,56 @@ class Store:
             temporary.unlink(missing_ok=True) if self.folder.is_dir() else None
             raise StoreError(f"cannot write to the run folder {self.folder}: {error}") from error
         return path
+
+
+def _is_gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def _to_parquet(table: pa.Table) -> bytes:
+    sink = pa.BufferOutputStream()
+    # Units are small and read by the thousand: compression and statistics would cost more than they save.
+    pq.write_table(table, sink, compression="none", write_statistics=False)
+    return sink.getvalue().to_pybytes()
+
+
+def _read_part(path: Path) -> pa.Table:
+    """The rows of a unit; columns that its writer did not know yet are empty."""
+    try:
+        part = pq.ParquetFile(path).read(use_threads=False).replace_schema_metadata(None)
+    except (OSError, pa.ArrowInvalid) as error:
+        raise StoreError(f"{path} is no readable unit: {error}") from error
+    if part.schema.equals(SCHEMA):
+        return part
+    for name in SCHEMA.names[part.num_columns :]:
+        part = part.append_column(name, pa.nulls(part.num_rows, SCHEMA.field(name).type))
+    return part.select(SCHEMA.names).cast(SCHEMA)
+
+
+def _ranks(table: pa.Table, names: tuple[str, ...], key: Callable[..., Any]) -> np.ndarray:
+    """For each row, the place of its values among all that occur, ordered by `key` of them."""
+    codes, tables = np.zeros(table.num_rows, np.int64), []
+    for name in names:
+        column = table[name].combine_chunks().dictionary_encode(null_encoding="encode")
+        tables.append(column.dictionary.to_pylist())
+        codes = codes * len(tables[-1]) + column.indices.to_numpy(zero_copy_only=False)
+    distinct, place = np.unique(codes, return_inverse=True)
+    values = []
+    for code in distinct.tolist():
+        found = []
+        for known in reversed(tables):
+            code, index = divmod(code, len(known))
+            found.append(known[index])
+        values.append(key(*reversed(found)))
+    rank = np.empty(len(values), np.int64)
+    rank[sorted(range(len(values)), key=values.__getitem__)] = np.arange(len(values))
+    return rank[place]
 
 
 def _metadata_of(schema: pa.Schema) -> dict[str, Any]:

@@ -30,10 +30,12 @@ from anisoscope.estimates import (
 from anisoscope.gauge import Clock, Gauge, seed_for
 from anisoscope.layout import select_sites
 from anisoscope.metrics import Metric, find_metrics
-from anisoscope.models import Model, adopt_model, hash_weights, load_model
+from anisoscope.models import Model, adopt_model, load_model
 from anisoscope.progress import Advance, show_progress
-from anisoscope.records import POPULATIONS, Estimate, Record, Site, Spec, Unit, step_of
+from anisoscope.records import POPULATIONS, Checkpoint, Estimate, Record, Site, Spec, Unit
+from anisoscope.revisions import place_in_training, place_of
 from anisoscope.rooms import Batch, Rooms
+from anisoscope.sources import hash_weights, is_commit, locate
 from anisoscope.text import POOLED_BATCHES, Pool, Windows, draw_windows, plan_pools
 
 # Tokens in one forward pass where the batch size is left to us.
@@ -62,18 +64,25 @@ def resolve(spec: Spec, *, corpus: Corpus | None = None, model: Model | None = N
                 f"{metric.version} (CHANGELOG.md says what changed)"
             )
     corpus = corpus or load_corpus(spec.corpus)
-    weights = model.weights if model else hash_weights(spec.model, revision=spec.revision)
+    weights = model.weights if model else _find_weights(spec)
     for what, named, found in (("weights", spec.weights, weights), ("corpus", spec.corpus_hash, corpus.hash)):
         if named not in (None, found):
             raise SpecError(f"the Spec is about {what} with hash {named}, and what is here has {found}")
     return replace(
         spec,
         weights=weights,
-        step=spec.step if spec.step is not None else step_of(spec.revision),
+        step=spec.step if spec.step is not None else place_of(spec.revision).step,
         corpus=corpus.name,
         corpus_hash=corpus.hash,
         metrics=tuple((metric.name, metric.version) for metric in metrics),
     )
+
+
+def _find_weights(spec: Spec) -> str:
+    if spec.weights is not None and is_commit(spec.weights) and locate(spec.model, spec.revision).repo is not None:
+        # A commit never moves, whatever its branch has done since.
+        return spec.weights
+    return hash_weights(spec.model, revision=spec.revision)
 
 
 def _settings(spec: Spec) -> dict[str, Any]:
@@ -86,6 +95,7 @@ def measure(
     model: Any = None,
     tokenizer: Any = None,
     corpus: Corpus | None = None,
+    checkpoint: Checkpoint | None = None,
     device: str = "auto",
     device_map: Any = None,
     batch_size: int | None = None,
@@ -96,6 +106,7 @@ def measure(
     """Run a model over text and measure its states at every site.
 
     `model` and `tokenizer` hand in a module of your own (or a `models.Model`); otherwise `spec.model` is loaded.
+    `checkpoint` says where in its training the model stands, where more is known than its name tells.
     `batch_size` is the number of windows in a forward pass; when memory runs out it is halved, and the unit says so.
     """
     corpus = corpus or load_corpus(spec.corpus)
@@ -104,6 +115,7 @@ def measure(
         loaded = load_model(
             spec.model,
             revision=spec.revision,
+            weights=spec.weights,
             dtype=spec.dtype,
             device=device,
             device_map=device_map,
@@ -127,7 +139,10 @@ def measure(
         seed=spec.seed,
         special_tokens=spec.special_tokens,
     )
-    return _Walk(spec, loaded, corpus, windows, batch_size).run(progress)
+    if checkpoint is None:
+        place = place_in_training(spec.model, spec.revision)
+        checkpoint = Checkpoint(model=spec.model, revision=spec.revision, stage=place.stage, tokens=place.tokens)
+    return _Walk(spec, loaded, corpus, windows, checkpoint, batch_size).run(progress)
 
 
 def _fitting_length(spec: Spec, model: Model) -> int:
@@ -141,8 +156,17 @@ def _fitting_length(spec: Spec, model: Model) -> int:
 class _Walk:
     """One run of `measure`: what is accumulated while the pools go by."""
 
-    def __init__(self, spec: Spec, model: Model, corpus: Corpus, windows: Windows, batch_size: int | None) -> None:
+    def __init__(
+        self,
+        spec: Spec,
+        model: Model,
+        corpus: Corpus,
+        windows: Windows,
+        checkpoint: Checkpoint,
+        batch_size: int | None,
+    ) -> None:
         self.spec, self.model, self.corpus, self.windows = spec, model, corpus, windows
+        self.checkpoint = checkpoint
         self.key = spec.key
         self.settings = _settings(spec)
         metrics = find_metrics([name for name, _ in spec.metrics if isinstance(name, str)])
@@ -328,7 +352,7 @@ class _Walk:
             model=spec.model,
             revision=spec.revision,
             step=spec.step,
-            tokens=None,
+            tokens=self.checkpoint.tokens,
             kind=self.model.kind,
             stack=site.stack,
             corpus=spec.corpus,
@@ -349,6 +373,8 @@ class _Walk:
             values=answer.values,
             note=answer.note,
             seconds=round(self.gauge.seconds[site], 6),
+            stage=self.checkpoint.stage,
+            suspect=self.checkpoint.suspect,
         )
 
 

@@ -1,0 +1,128 @@
+"""Flags that several commands share: what can change a number (fields of Spec), and what cannot."""
+
+import inspect
+from collections.abc import Callable
+from typing import Annotated, Any, TypeVar
+
+import typer
+
+from anisoscope.errors import SpecError
+
+Command = TypeVar("Command", bound=Callable[..., None])
+
+
+def spec_flags(
+    corpus: Annotated[
+        str | None, typer.Option(help="pydoc, enwik8, a file or folder, hf:DATASET, or - for stdin.  [pydoc]")
+    ] = None,
+    metrics: Annotated[str | None, typer.Option(help="Estimators or families, with commas between them.")] = None,
+    sites: Annotated[str | None, typer.Option(help="Such as embed,block.*,final_norm (patterns allowed).")] = None,
+    populations: Annotated[
+        str | None, typer.Option(help="Out of all, content, typical, types, matched.  [each metric's own]")
+    ] = None,
+    tokens: Annotated[int | None, typer.Option(help="Tokens to run through the model.  [65536]")] = None,
+    seq_len: Annotated[int | None, typer.Option(help="Tokens in a window.  [512]")] = None,
+    batch_points: Annotated[int | None, typer.Option(help="Points a batch has at least.  [4096]")] = None,
+    special_tokens: Annotated[
+        bool | None, typer.Option("--special-tokens/--no-special-tokens", help="The tokenizer's own.  [on]")
+    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="Of the model's weights and states.  [float32]")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of every random choice.  [0]")] = None,
+    typical_k: Annotated[float | None, typer.Option(help="Norm limit of `typical`, in MADs.  [6]")] = None,
+    discard_fraction: Annotated[float | None, typer.Option(help="Largest ratios TwoNN leaves out.  [0.1]")] = None,
+    neighbors: Annotated[int | None, typer.Option(help="Neighbours of levina_bickel.  [20]")] = None,
+    gride_scales: Annotated[str | None, typer.Option(help="Scales of gride.  [2,4,8,16,32,64]")] = None,
+    isoscore_zeta: Annotated[float | None, typer.Option(help="Shrinkage of isoscore_star.  [0.25]")] = None,
+    blocks: Annotated[str | None, typer.Option(help="Path of the block list, where it is not found.")] = None,
+    final_norm: Annotated[str | None, typer.Option(help="Path of the final norm, where it is not found.")] = None,
+) -> dict[str, Any]:
+    """Fields of Spec that were given."""
+    given = {
+        "corpus": corpus,
+        "metrics": words(metrics),
+        "sites": words(sites),
+        "populations": words(populations),
+        "tokens": tokens,
+        "seq_len": seq_len,
+        "batch_points": batch_points,
+        "special_tokens": special_tokens,
+        "dtype": dtype,
+        "seed": seed,
+        "typical_k": typical_k,
+        "discard_fraction": discard_fraction,
+        "neighbors": neighbors,
+        "gride_scales": _numbers(gride_scales),
+        "isoscore_zeta": isoscore_zeta,
+        "blocks": words(blocks),
+        "final_norm": words(final_norm),
+    }
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def run_flags(
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 ...")] = "auto",
+    device_map: Annotated[
+        str | None, typer.Option(help="auto: spread a model over devices and memory (accelerate).")
+    ] = None,
+    batch_size: Annotated[str, typer.Option(help="Windows in a forward pass; halved when memory runs out.")] = "auto",
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run model code that comes from the hub.")
+    ] = False,
+    allow_pickle: Annotated[
+        bool, typer.Option("--allow-pickle", help="Load pickled weights where there are no safetensors.")
+    ] = False,
+) -> dict[str, Any]:
+    """How to run a model: nothing here changes a number."""
+    return {
+        "device": device,
+        "device_map": device_map,
+        "batch_size": _batch_size(batch_size),
+        "trust_remote_code": trust_remote_code,
+        "allow_pickle": allow_pickle,
+    }
+
+
+def takes(*shared: Callable[..., Any]) -> Callable[[Command], Command]:
+    """Give a command the flags of these functions too; they reach it as keyword arguments."""
+
+    def extend(command: Command) -> Command:
+        own = inspect.signature(command)
+        added = [parameter for function in shared for parameter in inspect.signature(function).parameters.values()]
+        kept = [item for item in own.parameters.values() if item.kind is not inspect.Parameter.VAR_KEYWORD]
+        # Flags, then what every command ends with: its output, --json, --debug.
+        last = [item for item in kept if item.name in ("output", "as_json", "debug")]
+        first = [item for item in kept if item not in last]
+        # Typer reads both.
+        command.__signature__ = own.replace(parameters=[*first, *added, *last])  # pyright: ignore[reportFunctionMemberAccess]
+        command.__annotations__ = {
+            **{name: hint for function in shared for name, hint in function.__annotations__.items()},
+            **command.__annotations__,
+        }
+        return command
+
+    return extend
+
+
+def pick(flags: dict[str, Any], function: Callable[..., dict[str, Any]]) -> dict[str, Any]:
+    """What one of the shared functions makes of its part of the flags."""
+    return function(**{name: flags[name] for name in inspect.signature(function).parameters})
+
+
+def words(text: str | None) -> tuple[str, ...] | None:
+    """What stands between commas."""
+    return None if text is None else tuple(word.strip() for word in text.split(",") if word.strip())
+
+
+def _numbers(text: str | None) -> tuple[int, ...] | None:
+    try:
+        return None if text is None else tuple(int(word) for word in words(text) or ())
+    except ValueError as error:
+        raise SpecError(f"--gride-scales takes whole numbers with commas between them; came {text!r}") from error
+
+
+def _batch_size(text: str) -> int | None:
+    if text == "auto":
+        return None
+    if not text.isdigit() or int(text) < 1:
+        raise SpecError(f"--batch-size is auto or a positive number; came {text!r}")
+    return int(text)

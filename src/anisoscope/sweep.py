@@ -1,0 +1,141 @@
+"""Many checkpoints: plan, verify, and measure what is not stored yet, in the hands of an engine."""
+
+import hashlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from anisoscope.checkpoints import inspect_all
+from anisoscope.engines import Resources, find_engine
+from anisoscope.errors import ModelError, SpecError
+from anisoscope.fetch import Fetching, default_scratch
+from anisoscope.jobs import Job, Orders, Outcome, Task, read_corpus
+from anisoscope.records import Checkpoint, Spec
+from anisoscope.revisions import place_in_training
+from anisoscope.status import watch
+from anisoscope.store import Store
+from anisoscope.walk import resolve
+
+
+@dataclass(frozen=True, kw_only=True)
+class Swept:
+    """What a sweep did: keys of units."""
+
+    measured: tuple[str, ...]
+    stored_before: tuple[str, ...]
+    failed: tuple[str, ...]
+    findings: tuple[str, ...] = ()
+    """What verification found, where it was told to go on."""
+
+
+def plan_specs(checkpoints: Sequence[Checkpoint], corpora: Sequence[str], settings: dict[str, Any]) -> list[Spec]:
+    """The grid: every checkpoint with every corpus."""
+    return [
+        Spec(**settings | {"model": item.model, "revision": item.revision, "step": item.step, "corpus": corpus})
+        for item in checkpoints
+        for corpus in corpora
+    ]
+
+
+def run_sweep(
+    specs: Sequence[Spec],
+    store: Store | str | os.PathLike[str],
+    engine: str = "local",
+    *,
+    checkpoints: Sequence[Checkpoint] = (),
+    series: Sequence[Checkpoint] = (),
+    workers: int | None = None,
+    gpus_per_job: float = 0.0,
+    cpus_per_job: int = 1,
+    max_retries: int = 2,
+    verify: bool = True,
+    keep_cache: bool = False,
+    downloads: int = 2,
+    scratch: Path | None = None,
+    engine_options: dict[str, Any] | None = None,
+    progress: bool = True,
+    **measuring: Any,
+) -> Swept:
+    """Measure every Spec that the store does not hold yet.
+
+    `checkpoints` says more about the checkpoints than their names do, and `series` names the whole runs they were
+    chosen from; both may be left out. `measuring` goes to `measure`: device, batch_size, trust_remote_code ...
+    """
+    store = store if isinstance(store, Store) else Store(store)
+    run_engine = find_engine(engine)
+    if engine != "local" and any(spec.corpus == "-" for spec in specs):
+        raise SpecError("standard input can be read once, by the local engine: give other engines a file")
+    store.check_writable()
+    named = {(item.model, item.revision): item for item in checkpoints}
+    wanted = [named.get(place) or _describe(*place) for place in dict.fromkeys((s.model, s.revision) for s in specs)]
+    verified = inspect_all(wanted, series=series, progress=progress)
+    if verify:
+        verified.check()
+    jobs = plan_jobs(specs, verified.checkpoints)
+    keys = [task.spec.key for job in jobs for task in job.tasks]
+    plan = store.plan([_entry(task.spec) for job in jobs for task in job.tasks])
+    before = store.keys() & set(keys)
+    todo = [_without(job, before) for job in jobs if any(task.spec.key not in before for task in job.tasks)]
+    orders = Orders(
+        store=store.folder.absolute(),
+        plan=plan.name,
+        folder=Path.cwd(),
+        fetching=Fetching(
+            scratch=scratch or default_scratch(),
+            run=hashlib.sha256(str(store.folder.absolute()).encode()).hexdigest()[:12],
+            keep=keep_cache,
+            at_once=downloads,
+            retries=max_retries,
+        ),
+        max_retries=max_retries,
+        measuring={**measuring, "progress": False},
+    )
+    resources = Resources(workers=workers, gpus=gpus_per_job, cpus=cpus_per_job, options=dict(engine_options or {}))
+    with watch(store, keys, shown=progress) as announce:
+        for outcome in run_engine(todo, orders, resources):
+            _settle(store, outcome)
+            announce(outcome.spec, outcome.error)
+    failed = {row["key"] for row in store.failures()} & set(keys)
+    done = store.keys() & set(keys)
+    return Swept(
+        measured=tuple(key for key in keys if key in done - before),
+        stored_before=tuple(key for key in keys if key in before),
+        failed=tuple(key for key in keys if key in failed),
+        findings=verified.findings,
+    )
+
+
+def _describe(model: str, revision: str | None) -> Checkpoint:
+    place = place_in_training(model, revision)
+    return Checkpoint(model=model, revision=revision, stage=place.stage, step=place.step, tokens=place.tokens)
+
+
+def plan_jobs(specs: Sequence[Spec], checkpoints: Sequence[Checkpoint]) -> list[Job]:
+    """One job per checkpoint, in their order, with every Spec resolved."""
+    known = {(item.model, item.revision): item for item in checkpoints}
+    tasks: dict[tuple[str, str | None], dict[str, Task]] = {place: {} for place in known}
+    for spec in specs:
+        place = (spec.model, spec.revision)
+        pinned = replace(spec, weights=spec.weights or known[place].commit)
+        resolved = resolve(pinned, corpus=read_corpus(spec.corpus))
+        # Two Specs that come to the same are one unit.
+        tasks[place][resolved.key] = Task(spec=resolved, corpus=spec.corpus)
+    return [Job(checkpoint=item, tasks=tuple(tasks[place].values())) for place, item in known.items()]
+
+
+def _entry(spec: Spec) -> dict[str, Any]:
+    return {"key": spec.key, "model": spec.model, "revision": spec.revision, "step": spec.step, "corpus": spec.corpus}
+
+
+def _without(job: Job, keys: set[str]) -> Job:
+    return replace(job, tasks=tuple(task for task in job.tasks if task.spec.key not in keys))
+
+
+def _settle(store: Store, outcome: Outcome) -> None:
+    """Store here what could not be stored where it was made."""
+    if outcome.unit is not None:
+        store.put(outcome.unit)
+    elif outcome.error is not None and outcome.spec.key not in store:
+        store.put_failure(outcome.spec, ModelError(outcome.error))

@@ -1,0 +1,443 @@
+"""Sweeps: the same table whatever is killed, on real processes, a real Ray cluster and submitit."""
+
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+import torch
+from hub import Hub
+
+from anisoscope.checkpoints import find_checkpoints
+from anisoscope.errors import CheckpointError, SpecError
+from anisoscope.records import Spec
+from anisoscope.status import survey
+from anisoscope.store import Store
+from anisoscope.sweep import Swept, plan_specs, run_sweep
+
+SETTINGS: dict[str, Any] = {
+    "tokens": 1024,
+    "seq_len": 64,
+    "batch_points": 256,
+    "metrics": ("leading_variance", "twonn", "loss"),
+}
+FLAGS = [
+    *("--tokens", "1024", "--seq-len", "64", "--batch-points", "256"),
+    *("--metrics", "leading_variance,twonn,loss", "--device", "cpu"),
+]
+STEPS = (0, 1, 2, 4, 8, 16)
+
+
+@pytest.fixture(scope="session")
+def run_folder(tmp_path_factory: pytest.TempPathFactory, corpus_file: Path) -> Path:
+    """Six checkpoints of a tiny decoder."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    from anisoscope.corpora import load_corpus
+    from anisoscope.lab import VOCABULARY, train_tokenizer
+
+    folder = tmp_path_factory.mktemp("training")
+    tokenizer = train_tokenizer(load_corpus(str(corpus_file)), "decoder")
+    for step in STEPS:
+        torch.manual_seed(step)
+        module = GPT2LMHeadModel(
+            GPT2Config(
+                vocab_size=VOCABULARY, n_layer=2, n_embd=32, n_head=2, n_positions=64, bos_token_id=0, eos_token_id=0
+            )
+        )
+        module.save_pretrained(folder / f"checkpoint-{step}")
+        tokenizer.save_pretrained(folder / f"checkpoint-{step}")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def specs(run_folder: Path, corpus_file: Path) -> list[Spec]:
+    return plan_specs(find_checkpoints(str(run_folder)), [str(corpus_file)], SETTINGS)
+
+
+@pytest.fixture(scope="session")
+def undisturbed(specs: list[Spec], tmp_path_factory: pytest.TempPathFactory) -> pa.Table:
+    store = Store(tmp_path_factory.mktemp("undisturbed"))
+    swept = run_sweep(specs, store, device="cpu", progress=False)
+    assert len(swept.measured) == len(STEPS)
+    assert not swept.failed
+    return store.table()
+
+
+def assert_same(one: pa.Table, two: pa.Table) -> None:
+    """Equal in every column but the seconds, to the last bit: every engine gives a job one thread here."""
+    for name in one.column_names:
+        if name != "seconds":
+            # As text, since two NaNs are not equal.
+            assert str(one[name].to_pylist()) == str(two[name].to_pylist()), name
+
+
+def sweep_command(run_folder: Path, corpus: Path, store: Path, *more: str) -> list[str]:
+    start = [sys.executable, "-m", "anisoscope", "sweep", str(run_folder), "--corpus", str(corpus)]
+    return [*start, *FLAGS, "-o", str(store), *more]
+
+
+def resume(specs: list[Spec], store: Path, engine: str = "local", **options: Any) -> Swept:
+    return run_sweep(specs, store, engine, device="cpu", progress=False, **options)
+
+
+def test_a_sweep_measures_each_checkpoint_once(specs: list[Spec], undisturbed: pa.Table, tmp_path: Path) -> None:
+    assert undisturbed["step"].unique().to_pylist() == list(STEPS)
+    assert set(undisturbed["revision"].to_pylist()) == {f"checkpoint-{step}" for step in STEPS}
+    assert len(set(undisturbed["model"].to_pylist())) == 1
+    assert set(undisturbed["suspect"].to_pylist()) == {None}
+    resume(specs[:2], tmp_path)
+    again = resume(specs, tmp_path)
+    assert (len(again.measured), len(again.stored_before)) == (4, 2)
+    assert resume(specs, tmp_path).measured == ()
+    assert_same(Store(tmp_path).table(), undisturbed)
+
+
+def test_several_corpora_share_a_loaded_checkpoint(
+    run_folder: Path, corpus_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from anisoscope import models
+
+    loaded = []
+    load = models.load_model
+    monkeypatch.setattr(models, "load_model", lambda *names, **rest: loaded.append(names) or load(*names, **rest))
+    second = tmp_path / "second.txt"
+    second.write_text((corpus_file / "document00.txt").read_text() * 3)
+    grid = plan_specs(find_checkpoints(str(run_folder))[:2], [str(corpus_file), str(second)], SETTINGS)
+    assert len(resume(grid, tmp_path / "run").measured) == 4
+    assert len(loaded) == 2
+
+
+def test_unknown_engines_and_stdin_on_other_hosts_are_refused(specs: list[Spec], tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match="there are local, processes, ray, slurm"):
+        run_sweep(specs, tmp_path, "dask")
+    with pytest.raises(SpecError, match="standard input"):
+        run_sweep([Spec(model="m", corpus="-")], tmp_path, "processes")
+
+
+def test_processes_give_the_table_of_one(specs: list[Spec], undisturbed: pa.Table, tmp_path: Path) -> None:
+    assert len(resume(specs, tmp_path, "processes", workers=2).measured) == len(STEPS)
+    assert_same(Store(tmp_path).table(), undisturbed)
+
+
+@pytest.mark.parametrize("moment", [0.35, 0.6, 0.85])
+def test_a_killed_sweep_loses_one_unit_at_most(
+    run_folder: Path, corpus_file: Path, specs: list[Spec], undisturbed: pa.Table, tmp_path: Path, moment: float
+) -> None:
+    kill_and_resume(run_folder, corpus_file, specs, undisturbed, tmp_path, random.Random(int(moment * 100)))
+
+
+@pytest.mark.slow(reason="twenty random moments take minutes")
+@pytest.mark.parametrize("seed", range(20))
+def test_a_sweep_killed_at_any_moment_is_resumed(
+    run_folder: Path, corpus_file: Path, specs: list[Spec], undisturbed: pa.Table, tmp_path: Path, seed: int
+) -> None:
+    kill_and_resume(run_folder, corpus_file, specs, undisturbed, tmp_path, random.Random(seed))
+
+
+def kill_and_resume(
+    run_folder: Path, corpus: Path, specs: list[Spec], undisturbed: pa.Table, store: Path, chance: random.Random
+) -> None:
+    """SIGKILL a sweep some time after it began to measure; then do what is left."""
+    started = subprocess.Popen(
+        sweep_command(run_folder, corpus, store), stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    begun = wait_for(lambda: any(store.glob("*.running.json")) or any(store.glob("*.parquet")), started)
+    time.sleep(chance.uniform(0.0, 1.5) if begun else 0)
+    started.kill()
+    started.communicate()
+    survived = len(Store(store).keys())
+    assert Store(store).table().num_rows == survived * (undisturbed.num_rows // len(STEPS))
+    again = resume(specs, store)
+    assert len(again.stored_before) == survived
+    assert_same(Store(store).table(), undisturbed)
+
+
+def wait_for(event: Any, process: subprocess.Popen[bytes] | None = None, seconds: float = 120) -> bool:
+    """Whether something came to pass before the process ended."""
+    end = time.time() + seconds
+    while time.time() < end:
+        if event():
+            return True
+        if process is not None and process.poll() is not None:
+            return False
+        time.sleep(0.005)
+    raise AssertionError("waited in vain")
+
+
+def kill_workers_while(store: Path, seconds: list[float]) -> threading.Thread:
+    """A thread that kills whoever is measuring, some time after they began: so often as there are times given."""
+
+    def hunt() -> None:
+        for pause in seconds:
+            if not wait_for(lambda: Store(store).running()):
+                return
+            time.sleep(pause)
+            for who in Store(store).running().values():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(who["pid"], signal.SIGKILL)
+
+    thread = threading.Thread(target=hunt, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_killed_workers_are_replaced(specs: list[Spec], undisturbed: pa.Table, tmp_path: Path) -> None:
+    hunter = kill_workers_while(tmp_path, [0.0, 0.1])
+    swept = resume(specs, tmp_path, "processes", workers=2, max_retries=4)
+    hunter.join(60)
+    assert len(swept.measured) == len(STEPS)
+    assert_same(Store(tmp_path).table(), undisturbed)
+
+
+def test_a_worker_that_always_dies_is_a_failure_with_its_reason(specs: list[Spec], tmp_path: Path) -> None:
+    hunter = kill_workers_while(tmp_path, [0.0, 0.0])
+    swept = resume(specs[:1], tmp_path, "processes", workers=1, max_retries=1)
+    hunter.join(60)
+    if swept.failed:
+        assert "the worker process died" in Store(tmp_path).failures()[0]["message"]
+        assert survey(Store(tmp_path)).count("failed") == 1
+    assert len(resume(specs[:1], tmp_path).measured) == len(swept.failed)
+
+
+def test_workers_end_with_a_killed_driver(run_folder: Path, corpus_file: Path, tmp_path: Path) -> None:
+    started = subprocess.Popen(
+        sweep_command(run_folder, corpus_file, tmp_path, "--engine", "processes", "--workers", "2"),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    assert wait_for(lambda: Store(tmp_path).running(), started)
+    pids = [who["pid"] for who in Store(tmp_path).running().values()]
+    started.kill()
+    started.wait()
+    assert pids
+    assert wait_for(lambda: not any(_is_alive(pid) for pid in pids))
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+
+
+@pytest.fixture(scope="module")
+def two_nodes() -> Iterator[Any]:
+    """A Ray cluster of two nodes on this host, each with one core."""
+    pytest.importorskip("ray")
+    import ray
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    ray.init(address=cluster.address, log_to_driver=False)
+    yield cluster
+    ray.shutdown()
+    cluster.shutdown()
+
+
+@pytest.mark.xdist_group("ray")
+@pytest.mark.filterwarnings("default")
+class TestRay:
+    """A real cluster: one node of it dies."""
+
+    def test_a_node_that_dies_in_the_middle_of_a_task_costs_nothing(
+        self, two_nodes: Any, specs: list[Spec], undisturbed: pa.Table, tmp_path: Path
+    ) -> None:
+        node = two_nodes.add_node(num_cpus=1)
+        gone = threading.Event()
+
+        def kill_node() -> None:
+            # Both nodes have a task: one of the two is on the node that goes.
+            wait_for(lambda: len(Store(tmp_path).running()) >= 2)
+            two_nodes.remove_node(node, allow_graceful=False)
+            gone.set()
+
+        killer = threading.Thread(target=kill_node, daemon=True)
+        killer.start()
+        swept = resume(specs, tmp_path, "ray", max_retries=3)
+        killer.join(120)
+        assert gone.is_set()
+        assert len(swept.measured) == len(STEPS)
+        assert not swept.failed
+        assert_same(Store(tmp_path).table(), undisturbed)
+
+    def test_a_killed_worker_is_replaced(
+        self, two_nodes: Any, specs: list[Spec], undisturbed: pa.Table, tmp_path: Path
+    ) -> None:
+        hunter = kill_workers_while(tmp_path, [0.05])
+        swept = resume(specs[:3], tmp_path, "ray", max_retries=3)
+        hunter.join(60)
+        assert len(swept.measured) == 3
+
+    def test_units_come_home_from_nodes_that_do_not_see_the_store(
+        self, two_nodes: Any, specs: list[Spec], undisturbed: pa.Table, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        # As on a node without the shared disk: the plan's file is not where it was announced.
+        import anisoscope.sweep
+
+        orders = anisoscope.sweep.Orders
+        monkeypatch.setattr(
+            anisoscope.sweep, "Orders", lambda **given: orders(**{**given, "plan": "nowhere.plan.json"})
+        )
+        assert len(resume(specs, tmp_path, "ray").measured) == len(STEPS)
+        assert_same(Store(tmp_path).table(), undisturbed)
+
+
+@pytest.mark.filterwarnings("default")
+def test_slurm_arrays_run_through_submitit(specs: list[Spec], undisturbed: pa.Table, tmp_path: Path) -> None:
+    pytest.importorskip("submitit")
+    swept = resume(specs, tmp_path, "slurm", workers=2, engine_options={"cluster": "local"})
+    assert len(swept.measured) == len(STEPS)
+    assert_same(Store(tmp_path).table(), undisturbed)
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_killed_share_of_a_slurm_array_is_submitted_again(
+    specs: list[Spec], undisturbed: pa.Table, tmp_path: Path
+) -> None:
+    pytest.importorskip("submitit")
+    hunter = kill_workers_while(tmp_path, [0.0])
+    swept = resume(specs[:4], tmp_path, "slurm", workers=2, engine_options={"cluster": "local"})
+    hunter.join(60)
+    assert len(swept.measured) == 4
+
+
+def test_identical_steps_are_caught_before_anything_is_measured(
+    run_folder: Path, corpus_file: Path, tmp_path: Path
+) -> None:
+    import shutil
+
+    run = tmp_path / "run"
+    shutil.copytree(run_folder, run)
+    shutil.copy(run / "checkpoint-1" / "model.safetensors", run / "checkpoint-4" / "model.safetensors")
+    grid = plan_specs(find_checkpoints(str(run)), [str(corpus_file)], SETTINGS)
+    store = Store(tmp_path / "store")
+    with pytest.raises(CheckpointError, match="2 of 6 checkpoints are not what their names say"):
+        run_sweep(grid, store, progress=False)
+    assert not store.keys()
+    swept = run_sweep(grid, store, verify=False, device="cpu", progress=False)
+    assert len(swept.findings) == 2
+    marked = {(row["step"], row["suspect"]) for row in store.table().select(["step", "suspect"]).to_pylist()}
+    assert (1, "it has the same weights as checkpoint-4") in marked
+    assert (0, None) in marked
+
+
+def test_failures_are_stored_and_tried_again(run_folder: Path, corpus_file: Path, tmp_path: Path) -> None:
+    import shutil
+
+    run = tmp_path / "run"
+    shutil.copytree(run_folder, run)
+    whole = (run / "checkpoint-2" / "model.safetensors").read_bytes()
+    (run / "checkpoint-2" / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    store = tmp_path / "store"
+    done = subprocess.run(sweep_command(run, corpus_file, store), capture_output=True, text=True)
+    assert done.returncode == 3, done.stderr
+    assert "5 measured, 0 stored before, 1 failed" in done.stdout
+    assert "Traceback" not in done.stderr
+    assert "about" in done.stderr
+    failure = Store(store).failures()[0]
+    assert failure["error"] == "ModelError"
+    assert "corrupt or cut short" in failure["message"]
+    (run / "checkpoint-2" / "model.safetensors").write_bytes(whole)
+    again = subprocess.run(sweep_command(run, corpus_file, store, "--json"), capture_output=True, text=True)
+    assert again.returncode == 0
+    told = json.loads(again.stdout)
+    assert (len(told["measured"]), len(told["stored_before"])) == (1, 5)
+
+
+class TestHub:
+    """Checkpoints that have to be fetched, through the normal client, from a hub on this machine."""
+
+    @pytest.fixture
+    def hub(self, run_folder: Path, tmp_path: Path) -> Iterator[Hub]:
+        with Hub(tmp_path / "hub") as hub:
+            for step in STEPS[:4]:
+                files = {path.name: path for path in (run_folder / f"checkpoint-{step}").iterdir()}
+                hub.add("lab/tiny", f"step{step}", files, kind="tag" if step == 1 else "branch")
+            yield hub
+
+    def sweep(self, hub: Hub, corpus: Path, tmp_path: Path, *more: str) -> subprocess.CompletedProcess[str]:
+        environment = {
+            **os.environ,
+            **hub.environment(tmp_path / "home"),
+            "ANISOSCOPE_SCRATCH": str(tmp_path / "scratch"),
+        }
+        command = [sys.executable, "-m", "anisoscope", "sweep", "lab/tiny", "--corpus", str(corpus), *FLAGS]
+        return subprocess.run(
+            [*command, "-o", str(tmp_path / "run"), *more], env=environment, capture_output=True, text=True
+        )
+
+    def test_a_hub_series_is_fetched_measured_and_deleted(
+        self, hub: Hub, corpus_file: Path, tmp_path: Path, undisturbed: pa.Table
+    ) -> None:
+        # Reset connections, which the client does not try again.
+        hub.break_once("lab/tiny/resolve/*/model.safetensors", after_bytes=1000, reset=True)
+        done = self.sweep(hub, corpus_file, tmp_path)
+        assert done.returncode == 0, done.stderr
+        table = Store(tmp_path / "run").table()
+        assert table["step"].unique().to_pylist() == list(STEPS[:4])
+        specs = [Store(tmp_path / "run").spec(key) for key in sorted(Store(tmp_path / "run").keys())]
+        assert all(len(spec["weights"]) == 40 for spec in specs)
+        ours = {(row["step"], row["site"], row["metric"], row["population"]): row["value"] for row in table.to_pylist()}
+        for row in undisturbed.to_pylist():
+            if row["step"] in STEPS[:4]:
+                place = (row["step"], row["site"], row["metric"], row["population"])
+                assert ours[place] == pytest.approx(row["value"], rel=1e-4, nan_ok=True)
+        assert not list((tmp_path / "scratch").rglob("*.safetensors"))
+        assert not list((tmp_path / "home").rglob("*.safetensors"))
+        before = len(hub.downloads("*.safetensors"))
+        assert self.sweep(hub, corpus_file, tmp_path).returncode == 0
+        assert len(hub.downloads("*.safetensors")) == before
+
+    def test_the_next_checkpoint_is_fetched_while_this_one_is_measured(
+        self, hub: Hub, corpus_file: Path, tmp_path: Path
+    ) -> None:
+        asked: list[float] = []
+        stop = threading.Event()
+
+        def look() -> None:
+            while not stop.wait(0.001):
+                asked.extend([time.time()] * (len(hub.downloads("*.safetensors")) - len(asked)))
+
+        watcher = threading.Thread(target=look)
+        watcher.start()
+        done = self.sweep(hub, corpus_file, tmp_path)
+        stop.set()
+        watcher.join()
+        assert done.returncode == 0, done.stderr
+        stored = sorted(path.stat().st_mtime for path in (tmp_path / "run").glob("*.parquet"))
+        assert len(stored) == len(asked) == 4
+        assert all(later < earlier for later, earlier in zip(asked[1:], stored[:-1], strict=True))
+
+    def test_files_are_kept_where_that_is_asked_for(self, hub: Hub, corpus_file: Path, tmp_path: Path) -> None:
+        done = self.sweep(hub, corpus_file, tmp_path, "--keep-cache")
+        assert done.returncode == 0, done.stderr
+        assert len(list((tmp_path / "home").rglob("*.safetensors"))) == 4
+
+    def test_wrong_bytes_are_a_failure_and_never_a_number(self, hub: Hub, corpus_file: Path, tmp_path: Path) -> None:
+        hub.corrupt("lab/tiny/resolve/*/model.safetensors")
+        done = self.sweep(hub, corpus_file, tmp_path, "--max-retries", "0", "--every", "3")
+        assert done.returncode == 1
+        assert not Store(tmp_path / "run").keys()
+        assert "not the file that the hub announced" in Store(tmp_path / "run").failures()[0]["message"]
+        hub.heal()
+        assert self.sweep(hub, corpus_file, tmp_path, "--every", "3").returncode == 0
+
+    def test_a_dry_run_says_what_would_be_downloaded(self, hub: Hub, corpus_file: Path, tmp_path: Path) -> None:
+        done = self.sweep(hub, corpus_file, tmp_path, "--dry-run", "--json")
+        assert done.returncode == 0, done.stderr
+        rows = json.loads(done.stdout)
+        assert [row["revision"] for row in rows] == ["step0", "step1", "step2", "step4"]
+        assert all(row["bytes"] > 100_000 and len(row["commit"]) == 40 for row in rows)
+        assert not hub.downloads("*.safetensors")
+        assert not (tmp_path / "run").exists()
