@@ -576,6 +576,39 @@ def race_memory(peers: Peers | None, quick: bool) -> Iterator[Result]:
     yield Result(**named, median=long["peak"] / short["peak"], spread=0.0, goal=1.1, remark=remark)
 
 
+def race_sweep(peers: None, quick: bool) -> Iterator[Result]:
+    """A sweep over saved checkpoints against loading and measuring each: planning, hashing, storing and watching."""
+    from anisoscope.checkpoints import find_checkpoints
+    from anisoscope.models import load_model
+    from anisoscope.sweep import plan_specs, run_sweep
+    from anisoscope.walk import measure
+
+    count, corpus = 12, read_corpus()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        module, tokenizer = small_decoder()
+        for step in range(count):
+            with torch.no_grad():
+                next(module.parameters()).mul_(1.01)
+            module.save_pretrained(folder / "run" / f"checkpoint-{step}")
+            tokenizer.save_pretrained(folder / "run" / f"checkpoint-{step}")
+        specs = plan_specs(find_checkpoints(str(folder / "run")), ["pydoc"], {"tokens": 4 * POINTS})
+        stores = iter(range(1000))
+
+        def sweep() -> None:
+            swept = run_sweep(specs, folder / f"store{next(stores)}", progress=False, device="cpu")
+            assert len(swept.measured) == count
+
+        def one_by_one() -> None:
+            for spec in specs:
+                model = load_model(spec.model, revision=spec.revision, device="cpu")
+                measure(spec, model=model, corpus=corpus, progress=False)
+
+        rounds = race({"ours": timed(sweep), "load and measure": timed(one_by_one)}, rounds=1 if quick else 3)
+        case = f"{count} checkpoints of the small decoder, 16,384 tokens"
+        yield from compare(rounds, "sweep", case, "load and measure", better="lower", by="wall", goal=1.1)
+
+
 def by_cdist(points: torch.Tensor) -> Any:
     return torch.cdist(points, points, compute_mode="donot_use_mm_for_euclid_dist").topk(3, largest=False)
 
@@ -639,9 +672,10 @@ SECTIONS: dict[str, tuple[Callable[[Any, bool], Iterator[Result]], str]] = {
         "Exponents of CPU time over the sizes given, power-law clouds, one thread.",
     ),
     "memory": (race_memory, "Peak resident memory of a walk, a fresh process each, the same corpus."),
+    "sweep": (race_sweep, "`run_sweep`, engine `local`, against loading and measuring the same checkpoints."),
     "gpu": (race_gpu, "As `walk`, in bfloat16, synchronised wall time; the first run, which compiles, is not counted."),
 }
-ALONE = ("walk", "memory", "gpu")
+ALONE = ("walk", "memory", "sweep", "gpu")
 """Sections without other packages."""
 
 

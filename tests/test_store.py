@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -16,7 +17,7 @@ import pytest
 
 from anisoscope.errors import StoreError
 from anisoscope.records import Record, Spec, Unit
-from anisoscope.store import SCHEMA, Store
+from anisoscope.store import SCHEMA, STORE_VERSION, Store
 
 
 def make_unit(model: str = "m", step: int | None = None, sites: tuple[str, ...] = ("block.0",)) -> Unit:
@@ -70,7 +71,7 @@ def test_the_table_has_one_column_for_each_field_of_a_record() -> None:
     promised = (
         "key model revision step tokens kind stack corpus population site depth metric metric_version value spread "
         "null batches points dropped excluded dim control control_value p gradient proxy rank bin variant values note "
-        "seconds"
+        "seconds stage suspect"
     )
     assert SCHEMA.names[: len(promised.split())] == promised.split()
 
@@ -102,7 +103,7 @@ def test_a_changed_attachment_is_refused(tmp_path: Path) -> None:
     store, unit = Store(tmp_path), make_unit()
     store.put(unit)
     store.attachment(unit.key)
-    path = tmp_path / f"{unit.key}.safetensors"
+    path = next(tmp_path.glob(f"{unit.key}.*.safetensors"))
     path.write_bytes(path.read_bytes()[:-1] + b"\x07")
     with pytest.raises(StoreError, match="not the file its unit was written with"):
         store.attachment(unit.key)
@@ -174,6 +175,88 @@ def test_a_writer_killed_at_any_moment_leaves_only_whole_units(tmp_path: Path) -
         for key in sorted(store.keys()):
             assert len(store.get(key).records) == 200
             store.attachment(key)
+
+
+RIVAL = """
+import sys
+from dataclasses import replace
+import numpy as np
+sys.path.insert(0, sys.argv[2])
+from test_store import make_unit
+from anisoscope.store import Store
+store = Store(sys.argv[1])
+for step in range(40):
+    unit = make_unit("m", step, sites=("block.0", "block.1", "block.2"))
+    mine = {"a": np.full(5, int(sys.argv[3]))}
+    store.put(replace(unit, attachments=mine, provenance={**unit.provenance, "writer": int(sys.argv[3])}))
+"""
+
+
+def test_of_several_writers_of_a_unit_one_counts_and_readers_see_whole_units_only(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", RIVAL, str(tmp_path / "run"), str(Path(__file__).parent)]
+    environment = {**os.environ, "PYTHONPATH": "src"}
+    rivals = [subprocess.Popen([*command, str(number)], env=environment) for number in range(3)]
+    store, sizes = Store(tmp_path / "run"), []
+    while any(rival.poll() is None for rival in rivals):
+        table = store.table()
+        counts = Counter(table["key"].to_pylist())
+        assert set(counts.values()) <= {3}
+        sizes.append(len(counts))
+    assert [rival.returncode for rival in rivals] == [0, 0, 0]
+    assert sizes == sorted(sizes)
+    assert len(store.keys()) == 40
+    assert store.table().num_rows == 120
+    for key in store.keys():  # noqa: SIM118
+        unit = store.get(key)
+        assert set(unit.attachments["a"].tolist()) == {unit.provenance["writer"]}
+    # What the others attached is gone with them.
+    assert len(list((tmp_path / "run").glob("*.safetensors"))) == 40
+
+
+def test_what_was_read_once_is_kept_and_never_believed_over_the_units(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("anisoscope.store.MERGED_AT_ONCE", 3)
+    store = Store(tmp_path)
+    units = [make_unit("m", step) for step in range(5)]
+    for unit in units[:4]:
+        store.put(unit)
+    first = store.table()
+    cache = tmp_path / f".merged-{STORE_VERSION}.parquet"
+    assert cache.is_file()
+    store.put(units[4])
+    (tmp_path / f"{units[1].key}.parquet").unlink()
+    assert store.table()["step"].to_pylist() == [0, 2, 3, 4]
+    cache.write_bytes(b"broken")
+    assert store.table()["step"].to_pylist() == [0, 2, 3, 4]
+    assert first["step"].to_pylist() == [0, 1, 2, 3]
+
+
+def test_units_of_an_older_anisoscope_lack_the_newest_columns(tmp_path: Path) -> None:
+    store, unit = Store(tmp_path), make_unit()
+    path = store.put(unit)
+    table = pq.read_table(path)
+    pq.write_table(table.drop_columns(["stage", "suspect"]), path)
+    store.put(make_unit("n"))
+    assert store.table()["suspect"].to_pylist() == [None, None]
+    assert store.get(unit.key).records[0].stage is None
+
+
+def test_running_units_show_while_their_process_lives(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    with store.working_on("somekey"):
+        assert store.running()["somekey"]["pid"] == os.getpid()
+    assert store.running() == {}
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    with store.working_on("other"):
+        path = tmp_path / "other.running.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "pid": dead.pid}))
+        assert store.running() == {}
+        path.write_text(json.dumps({**json.loads(path.read_text()), "host": "elsewhere"}))
+        assert set(store.running()) == {"other"}
+        os.utime(path, (time.time() - 100,) * 2)
+        assert store.running() == {}
 
 
 def test_key_depends_on_every_field_and_on_nothing_else() -> None:

@@ -7,6 +7,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from anisoscope import figures as figures
+    from anisoscope.claims import Verdict as Verdict
+    from anisoscope.claims import judge as judge
     from anisoscope.errors import AnisoscopeError as AnisoscopeError
     from anisoscope.estimates import estimate as estimate
     from anisoscope.records import Estimate as Estimate
@@ -14,6 +17,7 @@ if TYPE_CHECKING:
     from anisoscope.records import Spec as Spec
     from anisoscope.records import Unit as Unit
     from anisoscope.store import Store as Store
+    from anisoscope.sweep import run_sweep as run_sweep
     from anisoscope.walk import measure as measure
 
 __version__ = "0.1.0"
@@ -25,8 +29,11 @@ _ROOM_OF = {
     "Spec": "records",
     "Store": "store",
     "Unit": "records",
+    "Verdict": "claims",
     "estimate": "estimates",
+    "judge": "claims",
     "measure": "walk",
+    "run_sweep": "sweep",
 }
 
 __all__ = [
@@ -36,13 +43,19 @@ __all__ = [
     "Spec",
     "Store",
     "Unit",
+    "Verdict",
     "__version__",
     "estimate",
+    "figures",
+    "judge",
     "measure",
+    "run_sweep",
 ]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "figures":
+        return import_module("anisoscope.figures")
     if name in _ROOM_OF:
         return getattr(import_module(f"anisoscope.{_ROOM_OF[name]}"), name)
     raise AttributeError(f"module 'anisoscope' has no attribute {name!r}")

@@ -358,6 +358,42 @@ def _open(run: Path) -> Any:
 
 
 @app.command()
+def claims(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders, judged together.")],
+    fail_if: Annotated[
+        list[str] | None,
+        typer.Option(help="Exit with 1 where 'leading_variance[final_norm] > 0.5' holds at the end; repeatable."),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the bootstrap.")] = 0,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Test the papers' findings on what was measured: effect, interval, p, and whether a claim holds.
+
+    Example: anisoscope claims runs/pythia --fail-if 'leading_variance[block.*,typical] > 0.9'
+    """
+    with _reporting(debug):
+        import pyarrow as pa
+
+        from anisoscope.claims import judge
+        from anisoscope.conditions import parse
+        from anisoscope.printing import print_verdicts
+
+        gates = [parse(text) for text in fail_if or []]
+        table = pa.concat_tables([_open(run).table() for run in runs])
+        verdicts = judge(table, seed=seed)
+        if as_json:
+            print(json.dumps([verdict.as_json() for verdict in verdicts], ensure_ascii=False))
+        else:
+            print_verdicts(verdicts)
+        closed = [(gate, row) for gate in gates for row in gate.matches(table)]
+        for gate, row in closed:
+            _say(f"{gate}: {row['model']} has {row['value']:.4g} at {row['site']}, step {row['step']}")
+        if closed:
+            raise typer.Exit(FAILED)
+
+
+@app.command()
 def doctor(
     model: Annotated[str | None, typer.Argument(help="Load this model, show the sites found and prove them.")] = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub model.")] = None,

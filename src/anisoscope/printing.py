@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from anisoscope.claims import Verdict
 from anisoscope.errors import SpecError
 from anisoscope.integrity import Verified
 from anisoscope.records import Record, Unit, site_order
@@ -284,6 +285,33 @@ def format_bytes(count: int) -> str:
             break
         size, unit = size / 1000, larger
     return f"{size:.3g} {unit}"
+
+
+def print_verdicts(verdicts: Sequence[Verdict]) -> None:
+    """What holds, what does not, and what cannot be told; then each verdict as a sentence."""
+    console = _console()
+    if not verdicts:
+        console.print("nothing measured here speaks to a claim: they need leading_variance or twonn at blocks")
+        return
+    table = Table(box=None, pad_edge=False)
+    for name in ("claim", "holds", "about", "estimator", "population", "effect", "interval", "corrected p"):
+        table.add_column(name, justify="right" if name in ("effect", "interval", "corrected p") else "left")
+    for one in verdicts:
+        low, high = one.interval
+        table.add_row(
+            one.claim,
+            {True: "yes", False: "no", None: "?"}[one.holds],
+            Text(", ".join(part for part in (one.subject, one.variant) if part)),
+            one.metric,
+            one.population,
+            format_value(one.effect),
+            "–" if math.isnan(low) else f"{format_value(low)} … {format_value(high)}",
+            format_value(one.p_adjusted),
+        )
+    console.print(table)
+    console.print()
+    for one in verdicts:
+        console.print(Text(f"· {one.text}"))
 
 
 def print_environment() -> None:

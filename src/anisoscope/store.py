@@ -1,13 +1,13 @@
 """A folder of immutable unit files, one Parquet file each; its existence is completion.
 
     RUN/<key>.parquet        records; the Spec and provenance in the file's metadata
-    RUN/<key>.safetensors    attachments, written first; their hash stands in the Parquet metadata
+    RUN/<key>.<hash>.safetensors   attachments, written first; their hash stands in the Parquet metadata
     RUN/<key>.failed.json    the last error of a unit that failed; a success removes it
     RUN/<key>.running.json   who is measuring it; touched while that lives, and never a lock
     RUN/<hash>.plan.json     the units a sweep is to make
 
 Every file is written under a temporary name, flushed to disk and renamed: a reader never sees half a unit, and a killed
-writer leaves at most a hidden temporary file.
+writer leaves at most a hidden temporary file. Of several writers of one unit, on whatever hosts, the first counts.
 """
 
 import contextlib
@@ -76,6 +76,7 @@ class Store:
         if unit.key in self:
             return path
         metadata = {"store_version": STORE_VERSION, "spec": asdict(unit.spec), "provenance": dict(unit.provenance)}
+        attached = None
         if unit.attachments:
             # The numpy part of safetensors needs no torch: results open on any laptop.
             from safetensors.numpy import save
@@ -83,10 +84,16 @@ class Store:
             arrays = {name: np.ascontiguousarray(values) for name, values in unit.attachments.items()}
             data = save(arrays)
             metadata["attachments_sha256"] = hashlib.sha256(data).hexdigest()
-            self._write(f"{unit.key}.safetensors", data)
+            attached = self._write(_attachment_name(unit.key, metadata["attachments_sha256"]), data)
         rows = [asdict(record) for record in unit.records]
         schema = SCHEMA.with_metadata({_METADATA: json.dumps(metadata).encode()})
-        self._write(path.name, _to_parquet(pa.Table.from_pylist(rows, schema=schema)))
+        try:
+            self._write(path.name, _to_parquet(pa.Table.from_pylist(rows, schema=schema)), once=True)
+        except FileExistsError:
+            # Another writer was first. Its attachment may be the same file.
+            theirs = _metadata_of(pq.read_schema(path)).get("attachments_sha256")
+            if attached is not None and attached.name != _attachment_name(unit.key, theirs or ""):
+                attached.unlink(missing_ok=True)
         (self.folder / f"{unit.key}.failed.json").unlink(missing_ok=True)
         return path
 
@@ -118,13 +125,13 @@ class Store:
 
         try:
             wanted = _metadata_of(pq.read_schema(self.folder / f"{key}.parquet")).get("attachments_sha256")
-            data = (self.folder / f"{key}.safetensors").read_bytes() if wanted else b""
+            data = (self.folder / _attachment_name(key, wanted)).read_bytes() if wanted else b""
         except (OSError, pa.ArrowInvalid) as error:
             raise StoreError(f"no readable attachment of unit {key} in {self.folder}: {error}") from error
         if not wanted:
             return {}
         if hashlib.sha256(data).hexdigest() != wanted:
-            raise StoreError(f"{self.folder / key}.safetensors is not the file its unit was written with")
+            raise StoreError(f"{self.folder / _attachment_name(key, wanted)} is not the file its unit was written with")
         return load(data)
 
     def table(self) -> pa.Table:
@@ -238,7 +245,8 @@ class Store:
         probe = self._write(f".probe-{secrets.token_hex(4)}", b"")
         probe.unlink(missing_ok=True)
 
-    def _write(self, name: str, data: bytes) -> Path:
+    def _write(self, name: str, data: bytes, *, once: bool = False) -> Path:
+        """Write a file whole; `once`: raise FileExistsError where it is there already."""
         path = self.folder / name
         temporary = self.folder / f".tmp-{name}-{secrets.token_hex(4)}"
         try:
@@ -247,17 +255,42 @@ class Store:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
-            temporary.replace(path)
+            if once:
+                _move_once(temporary, path)
+            else:
+                temporary.replace(path)
             # The rename itself is on disk only once its folder is.
             handle = os.open(self.folder, os.O_RDONLY)
             try:
                 os.fsync(handle)
             finally:
                 os.close(handle)
+        except FileExistsError:
+            if not once:
+                raise StoreError(f"cannot write to the run folder {self.folder}: it is a file") from None
+            temporary.unlink(missing_ok=True)
+            raise
         except OSError as error:
             temporary.unlink(missing_ok=True) if self.folder.is_dir() else None
             raise StoreError(f"cannot write to the run folder {self.folder}: {error}") from error
         return path
+
+
+def _attachment_name(key: str, sha256: str) -> str:
+    return f"{key}.{sha256[:12]}.safetensors"
+
+
+def _move_once(source: Path, target: Path) -> None:
+    """Rename, unless the target is there: a link is the one way of renaming that refuses to overwrite."""
+    try:
+        os.link(source, target)
+    except FileExistsError:
+        raise
+    except OSError:
+        # Some file systems have no links; there the last of several writers counts.
+        source.replace(target)
+        return
+    source.unlink()
 
 
 def _is_gone(pid: int) -> bool:

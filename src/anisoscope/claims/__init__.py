@@ -1,0 +1,17 @@
+"""The papers' findings as tests with an effect, an interval and p, on blocks only.
+
+    bell                           the best block at depth .2 to .8 stands more than .05 above both end blocks
+    flat                           no two blocks differ by .1
+    decoders are bells, encoders are flat, encoders and decoders differ    the same over models
+    grows then stabilises          leading variance over a training, averaged over blocks
+    rises then falls               intrinsic dimension over a training, averaged over blocks
+
+`embed` and `final_norm` are left out: with them any profile is a bell. What is repeated decides what can be claimed:
+batches for one model at its last checkpoint, models for a kind, seeds for a training. Where too few were measured
+`holds` is None and the text says what is missing. Checkpoints known not to be what they say are left out.
+"""
+
+from anisoscope.claims.verdicts import Verdict as Verdict
+from anisoscope.claims.verdicts import judge as judge
+
+__all__ = ["Verdict", "judge"]

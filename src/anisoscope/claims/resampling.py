@@ -1,0 +1,387 @@
+"""The statistics behind the claims: bounds from paired batches, Student's t over models, unimodal fits, Holm.
+
+Every interval has two sides at `level`. Every p is twice the one-sided p for its side of a margin, so p ≤ 1 - level
+exactly where the interval lies on that side. Random numbers are drawn afresh from `seed` in each call: what is found
+for one model does not depend on which others are judged with it.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+# As the walk pools them (text.py, which the reading wing does not load).
+POOLED_BATCHES = 4
+# With fewer pools nothing is known of how pools differ.
+MIN_POOLS = 3
+# Standard errors; a bootstrap of batches that are nearly all equal can ask for infinitely many.
+_LARGEST_CRITICAL = 30.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resampling:
+    """How sure to be, and how hard to try."""
+
+    level: float = 0.95
+    resamples: int = 2000
+    seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bounds:
+    """An effect, its interval, and p for lying above and below the margin."""
+
+    effect: float
+    low: float = math.nan
+    high: float = math.nan
+    p_above: float = math.nan
+    p_below: float = math.nan
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Both ends."""
+        return self.low, self.high
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peak:
+    """A unimodal fit of a series, and the test that the series is not monotone."""
+
+    effect: float
+    """The smaller of rise and fall."""
+    interval: tuple[float, float]
+    p: float
+    rise: float
+    fall: float
+    place: int
+    """Which member of the series is highest in the fit."""
+    place_interval: tuple[int, int]
+
+
+def pool_numbers(batches: int, size: int = POOLED_BATCHES) -> np.ndarray:
+    """The pool of each batch: max(1, n // size) runs of consecutive batches; run k starts at k·n // count."""
+    count = max(1, batches // size)
+    starts = np.arange(count) * batches // count
+    return np.searchsorted(starts, np.arange(batches), side="right") - 1
+
+
+def design_effect(centred: np.ndarray, pools: np.ndarray) -> np.ndarray:
+    """How much larger the variance of a mean is than independent batches would make it, for each contrast.
+
+    max(1, MS / S²),  MS = Σⱼ mⱼ (x̄ⱼ - x̄)² / (J - 1) between J pools of mⱼ batches,  S² over all n batches:
+    batches of one pool share windows, so Var(x̄) = MS / n. 1 where there are fewer than 3 pools.
+
+    Each contrast has its own: between blocks that pools move and blocks that they do not, an average is too small.
+    """
+    names, sizes = np.unique(pools, return_counts=True)
+    if len(names) < MIN_POOLS:
+        return np.ones(centred.shape[1:])
+    means = np.stack([centred[pools == name].mean(0) for name in names])
+    between = np.tensordot(sizes, means**2, 1) / (len(names) - 1)
+    total = (centred**2).sum(0) / (len(centred) - 1)
+    return np.maximum(1.0, np.divide(between, total, out=np.ones_like(total), where=total > 0))
+
+
+def bound_peak(grid: np.ndarray, pools: np.ndarray, how: Resampling, *, margin: float) -> Bounds:
+    """Bounds of  max over k of min over e of θ_ke,  from its contrasts in each batch (n, K, E).
+
+    A bell asks for the best of its blocks (k) over both ends (e); flatness for the largest of all differences (one e);
+    a thing that must be true in several ways for the smallest of them (one k). One bound serves them all:
+
+        low  = max_k min_e  θ̂_ke - c_e s_ke        high = max_k min_e  θ̂_ke + c_k s_ke
+
+    s is the standard error with its design effect. c comes from a paired bootstrap over batches of the studentised
+    contrasts t = (θ* - θ̂)/s*: c_e is the quantile of max over k of t, because choosing the best k on the same data
+    flatters it; but only the lowest e counts, so e needs no correction. c_k is the quantile of max over e of -t: a
+    bound from above fails only if it fails at the true best k.
+
+    s has only as many degrees of freedom as there are pools less one, and the bootstrap, which deals batches singly,
+    cannot know that. So c is moved to Student's t with those degrees of freedom (`_critical`), and is never
+    smaller than Student's own. Tails beyond c are Student's: p = (1 - level) F̄(t) / F̄(c).
+    """
+    estimate = grid.mean(0)
+    centred = grid - estimate
+    batches, tail = len(grid), (1 - how.level) / 2
+    error = np.sqrt((centred**2).sum(0) / (batches - 1) * design_effect(centred, pools) / batches)
+    draws = _studentised(centred, how)
+    freedom = _freedom(pools)
+    critical_above = _critical(draws.max(1), batches, freedom, tail, grid.shape[1])[None, :]
+    critical_below = _critical(-draws.min(2), batches, freedom, tail, grid.shape[2])[:, None]
+    p_above = _p_beyond(_errors_off(estimate - margin, error), critical_above, freedom, 2 * tail)
+    p_below = _p_beyond(_errors_off(margin - estimate, error), critical_below, freedom, 2 * tail)
+    return Bounds(
+        effect=float(estimate.min(1).max()),
+        low=float((estimate - critical_above * error).min(1).max()),
+        high=float((estimate + critical_below * error).min(1).max()),
+        p_above=float(p_above.max(1).min()),
+        p_below=float(p_below.min(1).max()),
+    )
+
+
+def _tail(t: Any, freedom: int | float) -> Any:
+    """P(T > t) of Student's t."""
+    # scipy.stats would say the same; it takes half a second to load.
+    from scipy.special import stdtr
+
+    return stdtr(freedom, -np.asarray(t))
+
+
+def _beyond(tail: Any, freedom: int | float) -> Any:
+    """The t with P(T > t) = tail."""
+    from scipy.special import stdtrit
+
+    return -stdtrit(freedom, tail)
+
+
+def _errors_off(distance: Any, error: Any) -> Any:
+    """Distance in standard errors; what is certain is infinitely far off, or not at all."""
+    exact = np.where(np.asarray(distance) > 0, np.inf, 0.0)
+    return np.divide(distance, error, out=exact, where=np.asarray(error) > 0)
+
+
+def _p_beyond(t: Any, critical: Any, freedom: int | float, p_critical: float) -> Any:
+    """p of t, where that of the critical value is known and tails are Student's."""
+    return np.minimum(1.0, p_critical * _tail(t, freedom) / _tail(critical, freedom))
+
+
+def _freedom(pools: np.ndarray) -> int:
+    count = len(np.unique(pools))
+    return (count if count >= MIN_POOLS else len(pools)) - 1
+
+
+def _critical(statistic: np.ndarray, batches: int, freedom: int | float, tail: float, together: int) -> Any:
+    """The quantile over resamples of the largest of some contrasts, moved to the freedom that pools leave.
+
+    Student's quantile at n - 1 explains it as far as the number of contrasts can (Bonferroni); whatever is beyond
+    comes from tails that are not Student's, and stays as a factor.
+    """
+    quantile = np.minimum(np.quantile(statistic, 1 - tail, axis=0, method="higher"), _LARGEST_CRITICAL)
+    each = np.clip(_tail(quantile, batches - 1), tail / together, tail)
+    return _beyond(each, freedom) * np.maximum(1.0, quantile / _beyond(each, batches - 1))
+
+
+def _studentised(centred: np.ndarray, how: Resampling) -> np.ndarray:
+    """(θ* - θ̂) / s* of every contrast in every resample."""
+    weights = resampled_weights(len(centred), how.resamples, how.seed)
+    means = np.tensordot(weights, centred, 1)
+    variances = (np.tensordot(weights, centred**2, 1) - means**2) / (len(centred) - 1)
+    # A resample of equal batches has no spread, or one of rounding only: it is as far off as can be.
+    certain = variances <= 1e-12 * (centred**2).mean(0)
+    np.sqrt(variances, out=variances, where=~certain)
+    np.divide(means, variances, out=means, where=~certain)
+    means[certain] = np.sign(means[certain]) * _LARGEST_CRITICAL
+    return means
+
+
+@lru_cache(maxsize=8)
+def resampled_weights(count: int, resamples: int, seed: int) -> np.ndarray:
+    """How often, as a share, each of `count` things is drawn in `count` draws with replacement; a row per resample."""
+    counts = np.random.default_rng(seed).multinomial(count, np.full(count, 1 / count), size=resamples)
+    weights = counts / count
+    weights.flags.writeable = False
+    return weights
+
+
+def student(values: Sequence[float] | np.ndarray, *, margin: float, level: float, overlap: float = 0.0) -> Bounds:
+    """Student's interval for a mean over models or seeds:  x̄ ± t s √(1/n + overlap)  with n - 1 degrees of freedom.
+
+    `overlap` is for values that are each read where the other n - 1 said: they agree more than independent ones
+    would. Nadeau and Bengio (2003) give 1/(n - 1), the share of what is read in what is chosen from.
+    """
+    values = np.asarray(values, float)
+    if len(values) < 2:
+        return Bounds(effect=float(values.mean()))
+    variance = float(values.var(ddof=1)) * (1 / len(values) + overlap)
+    return _interval(float(values.mean()), variance, len(values) - 1, margin, level)
+
+
+def welch(first: Sequence[float], second: Sequence[float], *, level: float) -> Bounds:
+    """Welch's interval for the difference of two means whose variances may differ.
+
+    x̄ - ȳ ± t √(s²_x/n + s²_y/m),  t with min(n, m) - 1 degrees of freedom. Welch's own are more, and too many for
+    3 models against 8: p ≤ .05 then came in 7 to 9 % of nulls.
+    """
+    groups = [np.asarray(values, float) for values in (first, second)]
+    effect = float(groups[0].mean() - groups[1].mean())
+    if min(map(len, groups)) < 2:
+        return Bounds(effect=effect)
+    variance = sum(float(values.var(ddof=1)) / len(values) for values in groups)
+    return _interval(effect, variance, min(map(len, groups)) - 1, 0.0, level)
+
+
+def _interval(effect: float, variance: float, freedom: int, margin: float, level: float) -> Bounds:
+    error = math.sqrt(variance)
+    reach = error * float(_beyond((1 - level) / 2, freedom))
+    above, below = (_errors_off(distance, error) for distance in (effect - margin, margin - effect))
+    return Bounds(
+        effect=effect,
+        low=effect - reach,
+        high=effect + reach,
+        p_above=min(1.0, 2 * float(_tail(above, freedom))),
+        p_below=min(1.0, 2 * float(_tail(below, freedom))),
+    )
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Holm's adjusted p: the k-th smallest of m times m - k + 1, never below the one before; NaN is left out.
+
+    >>> holm([0.01, float("nan"), 0.04, 0.03])
+    [0.03, nan, 0.06, 0.06]
+    """
+    adjusted, largest = [math.nan] * len(p_values), 0.0
+    known = sorted((p, place) for place, p in enumerate(p_values) if not math.isnan(p))
+    for rank, (p, place) in enumerate(known):
+        largest = max(largest, min(1.0, (len(known) - rank) * p))
+        adjusted[place] = largest
+    return adjusted
+
+
+def held_out_peak(halves: Sequence[np.ndarray], candidates: np.ndarray, rivals: np.ndarray) -> float:
+    """Height of the highest candidate over the higher rival, without the flattery of choosing and measuring at once.
+
+    The candidate is chosen on the mean of one half and its height read from the other; the two ways are averaged.
+    """
+    means = [half.mean(0) for half in halves]
+    heights = []
+    for chosen_on, read_from in (means, means[::-1]):
+        best = candidates[chosen_on[candidates].argmax()]
+        heights.append(float(read_from[best] - read_from[rivals].max()))
+    return sum(heights) / 2
+
+
+def bound_rise_and_fall(values: np.ndarray, pools: np.ndarray, how: Resampling) -> Peak:
+    """Does a series (batches, steps) rise and then fall? Unimodal against both monotone fits.
+
+    With RSS the squared residuals of the mean series from its best rising, falling and unimodal fit, and s the standard
+    error of a step (each batch less its own mean, with its design effect):
+
+        t = min(√(RSS_rising - RSS_unimodal), √(RSS_falling - RSS_unimodal)) / s
+
+    A flat series is the monotone one that looks unimodal most often. So p of each part is read from flat series made of
+    resampled residuals, s resampled with them, and the larger p is taken: both monotone shapes must be refuted. (p is
+    not doubled: there is no other side.) Pools are allowed for as in `bound_peak`, but s is a mean over steps.
+
+    The effect is the smaller of the fit's rise and fall; its interval and the peak's are quantiles over resamples of
+    the series, and begin at no rise or fall where p is above 1 - level.
+    """
+    batches, tail = len(values), 1 - how.level
+    series = values.mean(0)
+    residuals = values - series
+    paired = residuals - residuals.mean(1, keepdims=True)
+    total = (paired**2).sum() / (batches - 1)
+    # One number for the whole series, since its fit has one: the pools' mean squares over those of the batches.
+    inflation = float(np.average(design_effect(paired, pools), weights=(paired**2).sum(0) + 1e-300))
+    error = math.sqrt(total * inflation / batches / values.shape[1])
+    # Satterthwaite: a mean over steps that do not move together has more degrees of freedom than one of them.
+    covariance = paired.T @ paired
+    steps_apart = np.trace(covariance) ** 2 / np.sum(covariance**2) if total > 0 else 1.0
+    freedom = min(batches - 1.0, _freedom(pools) * float(steps_apart))
+
+    weights = resampled_weights(batches, how.resamples, how.seed)
+    moved = weights @ residuals
+    spread = np.sqrt(np.maximum(0.0, (weights @ paired**2 - (weights @ paired) ** 2).mean(1)) / (batches - 1))
+    fit, flat = _fit_unimodal(series[None, :]), _fit_unimodal(moved)
+    p = 0.0
+    for gain, flat_gains in ((fit.over_rising, flat.over_rising), (fit.over_falling, flat.over_falling)):
+        draws = np.divide(np.sqrt(flat_gains), spread, out=np.zeros_like(spread), where=spread > 0)
+        critical = _critical(draws, batches, freedom, tail, values.shape[1])
+        p = max(p, float(_p_beyond(_errors_off(np.sqrt(gain[0]), error), critical, freedom, tail)))
+    widening = _beyond(tail / 2, freedom) / _beyond(tail / 2, batches - 1)
+    again = _fit_unimodal(series + math.sqrt(inflation) * widening * moved)
+    low, high = np.quantile(np.minimum(again.rise, again.fall), (tail / 2, 1 - tail / 2))
+    first, last = np.quantile(again.place, (tail / 2, 1 - tail / 2), method="nearest")
+    rise, fall = float(fit.rise[0]), float(fit.fall[0])
+    return Peak(
+        effect=min(rise, fall),
+        interval=(float(low) if p <= tail else 0.0, float(high)),
+        p=p,
+        rise=rise,
+        fall=fall,
+        place=int(fit.place[0]),
+        place_interval=(int(first), int(last)),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Unimodal:
+    """Best unimodal fits of many series: how much better than monotone ones, where they peak, rise and fall."""
+
+    over_rising: np.ndarray
+    over_falling: np.ndarray
+    place: np.ndarray
+    rise: np.ndarray
+    fall: np.ndarray
+
+
+def _fit_unimodal(series: np.ndarray) -> _Unimodal:
+    """Each row's best split into a rising part and a falling part, either of which may be empty."""
+    rows, length = series.shape
+    everyone = np.arange(rows)
+    left = rising_prefixes(series)
+    right = [part[:, ::-1] for part in rising_prefixes(series[:, ::-1])]
+    nothing = np.zeros((rows, 1))
+    errors = np.hstack([nothing, left[0]]) + np.hstack([right[0], nothing])
+    split = errors.argmin(1)
+    # What an empty part would say of its end is never higher than the other part's end.
+    below = np.full((rows, 1), -np.inf)
+    left_top = np.hstack([below, left[2]])[everyone, split]
+    right_top = np.hstack([right[2], below])[everyone, split]
+    peak = np.maximum(left_top, right_top)
+    start = np.where(split > 0, left[1][everyone, np.maximum(split - 1, 0)], peak)
+    end = np.where(split < length, right[1][everyone, np.minimum(split, length - 1)], peak)
+    best = errors[everyone, split]
+    return _Unimodal(
+        over_rising=np.maximum(0.0, errors[:, -1] - best),
+        over_falling=np.maximum(0.0, errors[:, 0] - best),
+        place=np.where(left_top >= right_top, split - 1, split),
+        rise=peak - start,
+        fall=peak - end,
+    )
+
+
+def rising_prefixes(series: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of the best rising fit to each prefix of each row: squared residuals, first and last fitted value.
+
+    Pool adjacent violators, one more member at a time: the last two blocks are joined while they fall.
+    """
+    rows, length = series.shape
+    means, sizes = np.zeros((rows, length)), np.zeros((rows, length))
+    top, error = np.full(rows, -1), np.zeros(rows)
+    errors, firsts, lasts = (np.empty((rows, length)) for _ in range(3))
+    everyone = np.arange(rows)
+    for place in range(length):
+        top += 1
+        means[everyone, top], sizes[everyone, top] = series[:, place], 1
+        falling = everyone
+        while len(falling := falling[top[falling] > 0]):
+            last = top[falling]
+            falls = means[falling, last - 1] > means[falling, last]
+            falling, last = falling[falls], last[falls]
+            one, two = sizes[falling, last - 1], sizes[falling, last]
+            step = means[falling, last] - means[falling, last - 1]
+            error[falling] += one * two / (one + two) * step**2
+            means[falling, last - 1] += step * two / (one + two)
+            sizes[falling, last - 1] += two
+            top[falling] -= 1
+        errors[:, place], firsts[:, place], lasts[:, place] = error, means[:, 0], means[everyone, top]
+    return errors, firsts, lasts
+
+
+def rise_and_fall_elsewhere(series: np.ndarray, others: np.ndarray) -> float:
+    """The smaller of rise and fall of one series, between the levels that the unimodal fit of others names.
+
+    Nothing is chosen on the series itself, so a monotone one reads 0 or less on average, however rough it is.
+    """
+    from scipy.optimize import isotonic_regression
+
+    peak = int(_fit_unimodal(others[None, :]).place[0])
+    rising = isotonic_regression(others[: peak + 1]).x
+    falling = isotonic_regression(others[peak:], increasing=False).x
+    start = series[: peak + 1][rising == rising[0]].mean()
+    end = series[peak:][falling == falling[-1]].mean()
+    top = [*np.flatnonzero(rising == rising[-1]), *(peak + np.flatnonzero(falling == falling[0]))]
+    highest = series[np.unique(top)].mean()
+    return float(min(highest - start, highest - end))

@@ -1,0 +1,114 @@
+"""Gates: `leading_variance[block.*] >= .9 for 3` -> where that is so at the last checkpoints of a run.
+
+    METRIC [ SITE , POPULATION ] OPERATOR NUMBER for N
+
+SITE may hold `*`. POPULATION is `all` where none is named, OPERATOR one of > >= < <=, and N, 1 where left out, the
+number of last checkpoints at which it must be so.
+"""
+
+import fnmatch
+import operator
+import re
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+
+from anisoscope.errors import SpecError
+from anisoscope.records import POPULATIONS, site_order
+from anisoscope.revisions import training_order
+
+_OPERATORS = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}
+_CONDITION = re.compile(
+    r"""\s* (?P<metric>\w+) \s*
+    \[ \s* (?P<site>[^\[\],\s]+) \s* (?: , \s* (?P<population>\w+) \s* )? \] \s*
+    (?P<operator>[<>]=?) \s*
+    (?P<number>[-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?)
+    (?: \s+ for \s+ (?P<checkpoints>\d+) )? \s*""",
+    re.VERBOSE | re.IGNORECASE,
+)
+# Rows that differ in one of these are different series.
+_SERIES = ("model", "corpus", "stack", "site", "population", "gradient", "proxy", "rank", "bin", "variant")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Condition:
+    """A bound on a metric, at sites and in a population."""
+
+    metric: str
+    site: str
+    """A name, or a pattern with `*`."""
+    population: str = "all"
+    operator: str
+    number: float
+    checkpoints: int = 1
+    """How many of the last checkpoints must satisfy it."""
+
+    def __str__(self) -> str:
+        lasting = f" for {self.checkpoints}" if self.checkpoints > 1 else ""
+        return f"{self.metric}[{self.site},{self.population}] {self.operator} {self.number:g}{lasting}"
+
+    def holds(self, value: float) -> bool:
+        """Whether one value satisfies it; NaN never does."""
+        return bool(_OPERATORS[self.operator](value, self.number))
+
+    def concerns(self, metric: str, site: str, population: str) -> bool:
+        """Whether it is about values of this kind."""
+        return (metric, population) == (self.metric, self.population) and fnmatch.fnmatchcase(site, self.site)
+
+    def matches(self, table: pa.Table) -> list[dict[str, Any]]:
+        """The last row of each series that satisfies it at its last checkpoints; a shorter series never does.
+
+        A series is a model on a corpus at a site; its checkpoints are those where it was measured, in the order of
+        training. A checkpoint measured more than once satisfies it if any of its values does. A table in which nothing
+        is concerned is refused: a gate that cannot close is worse than none.
+        """
+        rows = [row for row in table.to_pylist() if self.concerns(row["metric"], row["site"], row["population"])]
+        if not rows:
+            raise SpecError(self._nothing_concerned(table))
+        series: dict[tuple, dict[tuple, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
+        for row in rows:
+            place = training_order(row["stage"], row["step"], row["revision"])
+            series[tuple(row[name] for name in _SERIES)][place].append(row)
+        found = []
+        for checkpoints in series.values():
+            last = [checkpoints[place] for place in sorted(checkpoints)[-self.checkpoints :]]
+            so = [[row for row in rows if self.holds(row["value"])] for rows in last]
+            if len(last) == self.checkpoints and all(so):
+                found.append(so[-1][0])
+        return sorted(found, key=lambda row: (row["model"], row["corpus"], row["stack"] or "", site_order(row["site"])))
+
+    def _nothing_concerned(self, table: pa.Table) -> str:
+        measured = {
+            f"{name}s": ", ".join(sorted(set(table[name].to_pylist()), key=key)) or "none"
+            for name, key in (("metric", None), ("site", site_order), ("population", None))
+        }
+        there = "; ".join(f"{name}: {values}" for name, values in measured.items())
+        return f"no measured value is concerned by {self}; measured were {there}"
+
+
+def parse(text: str) -> Condition:
+    """A condition from its text.
+
+    >>> parse("twonn[block.3, types] <= 2 for 3")
+    Condition(metric='twonn', site='block.3', population='types', operator='<=', number=2.0, checkpoints=3)
+    """
+    wanted = "a condition reads METRIC[SITE] > NUMBER or METRIC[SITE,POPULATION] > NUMBER for CHECKPOINTS"
+    example = "for example 'leading_variance[final_norm] > 0.9' or 'twonn[block.*,types] <= 2 for 3'"
+    found = _CONDITION.fullmatch(text)
+    if found is None:
+        raise SpecError(f"{wanted}, with one of > >= < <=; came {text!r}; {example}")
+    condition = Condition(
+        metric=found["metric"],
+        site=found["site"],
+        population=found["population"] or "all",
+        operator=found["operator"],
+        number=float(found["number"]),
+        checkpoints=int(found["checkpoints"] or 1),
+    )
+    if condition.population not in POPULATIONS:
+        raise SpecError(f"POPULATION must be one of {', '.join(POPULATIONS)}; came {text!r}; {example}")
+    if condition.checkpoints < 1:
+        raise SpecError(f"CHECKPOINTS must be 1 or more; came {text!r}; {example}")
+    return condition
