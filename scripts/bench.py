@@ -592,7 +592,7 @@ def race_sweep(peers: None, quick: bool) -> Iterator[Result]:
                 next(module.parameters()).mul_(1.01)
             module.save_pretrained(folder / "run" / f"checkpoint-{step}")
             tokenizer.save_pretrained(folder / "run" / f"checkpoint-{step}")
-        specs = plan_specs(find_checkpoints(str(folder / "run")), ["pydoc"], {"tokens": 4 * POINTS})
+        specs = plan_specs(find_checkpoints(str(folder / "run")), ["pydoc"], {"tokens": POINTS, "batch_points": POINTS // 4})
         stores = iter(range(1000))
 
         def sweep() -> None:
@@ -605,7 +605,7 @@ def race_sweep(peers: None, quick: bool) -> Iterator[Result]:
                 measure(spec, model=model, corpus=corpus, progress=False)
 
         rounds = race({"ours": timed(sweep), "load and measure": timed(one_by_one)}, rounds=1 if quick else 3)
-        case = f"{count} checkpoints of the small decoder, 16,384 tokens"
+        case = f"{count} checkpoints of the small decoder, 4,096 tokens each"
         yield from compare(rounds, "sweep", case, "load and measure", better="lower", by="wall", goal=1.1)
 
 

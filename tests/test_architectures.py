@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 from anisoscope import layout
 from anisoscope.capture import capture, token_losses
 from anisoscope.models import Model, adopt_model, select_sites, sites_of
+from anisoscope.norms import NO_FINAL_NORM, Norm, read_norms
 
 pytestmark = [
     # DeBERTa decorates its functions with torch.jit.script, which torch 2.13 calls deprecated.
@@ -104,6 +105,13 @@ DEBERTA = TEXT | {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "p
 ROTARY = {"head_dim": 12}
 MOE = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 SSM: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": D, "num_hidden_layers": L, "state_size": 8}
+
+# Families whose final norm takes the mean away (LayerNorm).
+CENTRING = (
+    *("ModernBERT", "GPT-2", "GPT-Neo", "GPT-J", "GPT-NeoX", "GPT-NeoX sequential", "OPT", "Bloom", "Falcon-7b"),
+    *("Falcon-40b", "Falcon-rw", "MPT", "Phi", "StableLM", "StarCoder2", "OLMo", "Cohere", "Nemotron", "mBART"),
+    "Pegasus",
+)
 
 FAMILIES = [
     encoder("BERT", "bert", "encoder.layer", "bert"),
@@ -338,6 +346,26 @@ def test_sites_agree_with_hidden_states_and_with_hooks_by_hand(family: Family) -
             expected.pop()
         for state, theirs in zip(expected, hidden, strict=False):
             assert_identical(state, theirs)
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_every_final_norm_is_understood_by_what_it_does(family: Family) -> None:
+    module, ids = build(family), token_ids()
+    model = adopt_model(module, None, name=family.name)
+    for name, norm in read_norms(module, model.layout).items():
+        stack = next(stack for stack in model.layout.stacks if stack.name == name)
+        if stack.final_norm is None:
+            assert norm == NO_FINAL_NORM
+            continue
+        assert isinstance(norm, Norm)
+        part = module.get_submodule(stack.final_norm)
+        # `build` makes every parameter random, so none can hide.
+        assert norm.has_gain + norm.has_bias == len(list(part.parameters()))
+        assert norm.centres == (family.name in CENTRING)
+        sites = [site for site in select_sites(model.layout, ["final_norm*"]) if site.stack == name]
+        normed, gained, final = capture(model, ids, sites).states.values()
+        torch.testing.assert_close(normed.double() * norm.gain, gained.double(), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(gained.double() + norm.bias, final.double(), rtol=1e-5, atol=1e-5)
 
 
 def test_the_published_list_of_families_is_the_tested_one() -> None:

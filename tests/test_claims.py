@@ -18,7 +18,7 @@ from scipy import stats
 from scipy.optimize import isotonic_regression
 
 from anisoscope.claims import Verdict, judge
-from anisoscope.claims.profiles import Profile, family_of
+from anisoscope.claims.profiles import Profile, family_of, finite
 from anisoscope.claims.resampling import (
     Resampling,
     bound_peak,
@@ -51,6 +51,13 @@ def pooled(random: np.random.Generator, batches: int, columns: int) -> np.ndarra
     return math.sqrt(0.7) * shared + math.sqrt(0.3) * random.normal(size=(batches, columns))
 
 
+def pooled_walk(random: np.random.Generator, batches: int, columns: int) -> np.ndarray:
+    """The same, and pools move neighbouring columns together."""
+    pools = pool_numbers(batches)
+    shared = random.normal(size=(pools.max() + 1, columns)).cumsum(1)[pools] / math.sqrt(columns / 2)
+    return math.sqrt(0.7) * shared + math.sqrt(0.3) * random.normal(size=(batches, columns))
+
+
 NOISE: dict[str, Noise] = {
     "normal": lambda random, n, k: random.normal(size=(n, k)),
     "heavy tails": lambda random, n, k: random.standard_t(3, size=(n, k)) / math.sqrt(3),
@@ -58,6 +65,7 @@ NOISE: dict[str, Noise] = {
     "skewed down": lambda random, n, k: (math.exp(0.5) - random.lognormal(size=(n, k))) / 2.16,
     "correlated over blocks": lambda random, n, k: random.normal(size=(n, k)).cumsum(1) / math.sqrt(k / 2),
     "pools": pooled,
+    "pools over neighbours": pooled_walk,
 }
 
 
@@ -150,7 +158,7 @@ def test_bells_are_seldom_seen_where_there_is_none(shape: str, batches: int) -> 
 
 @pytest.mark.parametrize("noise", NOISE)
 def test_bells_are_seen(noise: str) -> None:
-    assert bell_rate(0.3 * BELL, NOISE[noise], 0.02, 100) > 90
+    assert bell_rate(0.3 * BELL, NOISE[noise], 0.02, 60) > 54
 
 
 def test_pools_are_allowed_for_and_would_fool_a_test_that_did_not() -> None:
@@ -168,7 +176,7 @@ def test_pools_are_allowed_for_and_would_fool_a_test_that_did_not() -> None:
 @pytest.mark.parametrize("noise", NOISE)
 @pytest.mark.parametrize("spread", [0.004, 0.04])
 def test_flatness_is_seldom_seen_at_the_margin(noise: str, spread: float) -> None:
-    random, trials = np.random.default_rng(3), 200
+    random, trials = np.random.default_rng(3), 120
     draws = (profile(FLAT_AT_MARGIN + spread * NOISE[noise](random, BATCHES, BLOCKS)) for _ in range(trials))
     found = [flat(one, HOW).supported for one in draws]
     assert found.count(True) <= limit(trials, 0.025)
@@ -271,15 +279,12 @@ def test_kinds_that_differ_are_seen() -> None:
 
 def test_the_height_of_noise_is_not_flattered() -> None:
     random = np.random.default_rng(9)
-    inside, ends = np.arange(1, 7), np.array([0, 7])
-    held_out, chosen = [], []
-    for _ in range(400):
-        values = random.normal(size=(BATCHES, BLOCKS))
-        held_out.append(held_out_peak([values[::2], values[1::2]], inside, ends))
-        chosen.append(values.mean(0)[inside].max() - values.mean(0)[ends].max())
-    error = np.std(held_out) / math.sqrt(400)
-    assert np.mean(held_out) <= 3 * error
-    assert np.mean(chosen) > 3 * error
+    noise = [pooled(random, BATCHES, BLOCKS) for _ in range(300)]
+    _, found = next(iter(judge_kinds([profile(one, model=f"m{k}") for k, one in enumerate(noise)], HOW)))
+    assert found.effect <= 0
+    inside = slice(1, 6)
+    assert np.mean([one.mean(0)[inside].max() - one.mean(0)[[0, -1]].max() for one in noise]) > 0.1
+    assert held_out_peak([np.array([[0, 1, 2, 0]]), np.array([[0, 3, 1, 2]])], np.array([1, 2]), np.array([0, 3])) == 0
 
 
 # False positives and power: trainings
@@ -307,7 +312,7 @@ def test_monotone_series_seldom_rise_and_fall(shape: str) -> None:
         assert wrong <= limit(trials, 0.05), noise
 
 
-@pytest.mark.parametrize("noise", ["heavy tails", "skewed", "correlated over blocks"])
+@pytest.mark.parametrize("noise", ["heavy tails", "skewed", "correlated over blocks", "pools over neighbours"])
 def test_monotone_series_seldom_rise_and_fall_whatever_the_noise(noise: str) -> None:
     random, trials = np.random.default_rng(11), 150
     draws = [MONOTONE["a jump, then flat"] + 0.02 * NOISE[noise](random, BATCHES, 8) for _ in range(trials)]
@@ -638,6 +643,7 @@ def test_batches_without_a_number_are_left_out_with_their_pool_kept() -> None:
     found = find(judge(table(rows(values))), claim="bell")
     assert found.replicates == BATCHES - 1
     assert found.holds is True
+    assert finite(values)[1].tolist() == [0] * 4 + [1] * 3 + [2] * 4 + [3] * 4
     kept = find(judge(table(rows(np.delete(values, 5, axis=0)))), claim="bell")
     assert found.effect == pytest.approx(kept.effect)
 
@@ -755,7 +761,9 @@ def test_three_seeds_of_a_training_can_hold() -> None:
 
 def test_three_seeds_that_only_rise_do_not_rise_and_fall() -> None:
     verdicts = judge(table(*(training(range(9), f"p-seed{k}", k, metric="twonn") for k in range(3))))
-    assert not any(one.holds for one in verdicts)
+    # Not "cannot be told": what surely neither rises nor falls by 5 % of its height speaks against the claim.
+    held = [one.holds for one in verdicts if one.claim == "rises then falls"]
+    assert held == [False, False]
 
 
 def test_growth_that_goes_on_is_not_stable() -> None:

@@ -239,6 +239,9 @@ def test_ls_lists_metrics_models_corpora_and_protocols() -> None:
     metrics = json.loads(call("ls", "metrics", "--json").stdout)
     assert {row["family"] for row in metrics} == {
         "anisotropy",
+        "contextuality",
+        "drift",
+        "final_norm",
         "isotropy",
         "intrinsic_dimension",
         "linearity",

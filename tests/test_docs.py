@@ -75,15 +75,29 @@ def test_a_protocol_is_a_spec_with_the_papers_models(name: str) -> None:
     spec = Spec(model=protocol.models[0], **protocol.spec)
     assert find_metrics([item for item in spec.metrics if isinstance(item, str)])
     assert protocol.notes
+    cited = re.findall(r"@\w+\{([^,]+),", (ROOT / "references.bib").read_text())
+    assert protocol.cite in cited
+    assert len(cited) == len(set(cited))
+
+
+@pytest.mark.parametrize("name", ["razzhigaev2024-print", "razzhigaev2024-code"])
+def test_the_shape_of_learning_lists_its_models(name: str) -> None:
+    protocol = load_protocol(name)
     named = " ".join(protocol.models).lower()
     for family in ("bert-base", "roberta", "albert", "opt-125m", "opt-350m", "opt-13b", "llama-2-7b-hf", "llama-2-13b"):
         assert family in named
     for family in ("llama-2-7b-chat", "/gpt2", "gpt-j", "falcon-7b", "falcon-7b-instruct"):
         assert family in named
     assert all(part in " ".join(protocol.dynamics) for part in ("bloom", "pythia-2.8b", "TinyLlama"))
-    cited = re.findall(r"@\w+\{([^,]+),", (ROOT / "references.bib").read_text())
-    assert protocol.cite in cited
-    assert len(cited) == len(set(cited))
+
+
+def test_machina_and_mercer_follow_eight_pythias_over_21_checkpoints() -> None:
+    protocol = load_protocol("machina2024")
+    assert len(protocol.dynamics) == 8
+    assert set(protocol.models) - set(protocol.dynamics) == {
+        *("EleutherAI/gpt-neox-20b", "tiiuae/falcon-7b", "facebook/opt-6.7b")
+    }
+    assert protocol.revisions == ("step0", *(f"step{int(i * 143 / 20) * 1000}" for i in range(1, 21)))
 
 
 def test_print_and_code_differ_as_the_paper_and_its_code_do() -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import anisoscope as an
-from anisoscope.cloud import Cloud
+from anisoscope.cloud import Cloud, Tokens
 from anisoscope.corpora import load_corpus
 from anisoscope.estimates import evaluate
 from anisoscope.lab import build_untrained
@@ -23,10 +23,14 @@ def test_every_metric_agrees_between_cpu_and_gpu() -> None:
     points = torch.randn(1024, 96, generator=generator) * torch.arange(1, 97).pow(-0.5) + 0.3
     points[:40] = points[40:80]
     previous = points @ torch.randn(96, 96, generator=generator)
-    here = Cloud(points=points, previous=previous, neighbor_count=64)
-    there = Cloud(points=points.cuda(), previous=previous.cuda(), neighbor_count=64)
+    count = torch.arange(1024)
+    tokens = Tokens(ids=count % 90, positions=count, documents=count // 64, special=count < 0)
+    here = Cloud(points=points, previous=previous, tokens=tokens, neighbor_count=64)
+    there = Cloud(
+        points=points.cuda(), previous=previous.cuda(), tokens=tokens.to(torch.device("cuda")), neighbor_count=64
+    )
     for metric in all_metrics().values():
-        if metric.needs != "losses":
+        if metric.needs not in ("losses", "norm"):
             one, two = evaluate(here, metric, SETTINGS), evaluate(there, metric, SETTINGS)
             assert two.value.device.type == "cuda", metric.name
             assert float(two.value) == pytest.approx(float(one.value), rel=1e-5), metric.name

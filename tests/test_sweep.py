@@ -426,6 +426,15 @@ def test_a_sweep_without_a_folder_or_a_model_is_a_usage_error(run_folder: Path) 
     assert call("sweep", str(run_folder), "--slurm", "partition", "-o", "somewhere").exit_code == 2
 
 
+def test_a_config_file_gives_any_flag_of_a_sweep(run_folder: Path, tmp_path: Path) -> None:
+    config = tmp_path / "sweep.toml"
+    config.write_text(f'models = ["{run_folder}"]\nevery = 5\ndry-run = true\njson = true\n')
+    told = call("sweep", "--config", str(config))
+    assert [row["step"] for row in json.loads(told.stdout)] == [0, 16]
+    told = call("sweep", "--config", str(config), "--every", "2")
+    assert [row["step"] for row in json.loads(told.stdout)] == [0, 2, 8, 16]
+
+
 def test_a_glob_on_local_folders_names_a_run(run_folder: Path) -> None:
     told = call("sweep", "--checkpoints", f"{run_folder}/checkpoint-1*", "--dry-run", "--json")
     assert [row["step"] for row in json.loads(told.stdout)] == [1, 16]

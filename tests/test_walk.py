@@ -413,3 +413,27 @@ def test_types_do_not_depend_on_the_points() -> None:
             for _ in range(2)
         ]
         assert torch.equal(*chosen)
+
+
+def test_weights_are_sites_of_their_own(decoder: Model, corpus_file: Path) -> None:
+    spec = spec_for(corpus_file, sites=("*.weight", "block.1"), metrics=("mean_cosine", "participation_ratio", "twonn"))
+    unit = measure(spec, model=decoder, progress=False)
+    # The small decoder's matrices are tied: one of them is measured, raw and centred.
+    found = rows(unit, site="embed.weight", metric="mean_cosine")
+    assert [row.variant for row in found] == ["centred=no", "centred=yes"]
+    assert {row.population for row in found} == {"rows"}
+    assert {row.points for row in found} == {2048}
+    assert "tied" in (found[0].note or "")
+    matrix = decoder.module.get_input_embeddings().weight.detach().double()
+    unit_rows = matrix / matrix.norm(dim=1, keepdim=True)
+    products = unit_rows @ unit_rows.T
+    brute = (products.sum() - products.trace()) / (2048 * 2047)
+    assert found[0].value == pytest.approx(float(brute), abs=1e-9)
+    assert {row.site for row in rows(unit, metric="twonn")} == {"block.1"}
+    assert unit.attachments["weights/embed.weight.centred=no.coordinates"].shape == (2000, 2)
+    alone = measure(
+        spec_for(corpus_file, sites=("embed.weight",), metrics=("mean_cosine",)), model=decoder, progress=False
+    )
+    assert [row.value for row in alone.records] == [row.value for row in found]
+    with pytest.raises(SpecError, match=r"embed\.weight and unembed\.weight"):
+        measure(spec_for(corpus_file, sites=("head.weight",)), model=decoder, progress=False)

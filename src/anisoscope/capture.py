@@ -1,7 +1,7 @@
 """Token batches in, states at sites and losses per token out: one forward pass with hooks."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,15 +11,17 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from anisoscope.errors import LayoutError, SpecError
+from anisoscope.errors import LayoutError, ModelError, SpecError
 from anisoscope.kernels import has_triton
 from anisoscope.models import Model, sites_of
-from anisoscope.records import Site
+from anisoscope.norms import Norm, read_norms
+from anisoscope.records import FINAL_NORM_SITES, Site
 from anisoscope.trace import run_module, state_given, state_in
 
 MASKED_SHARE = 0.15
 """Share of the tokens that are masked for a masked language model's loss, as in BERT's training."""
 
+_STAGES = FINAL_NORM_SITES[:2]
 # Positions whose logits are in float32 at one time: at a vocabulary of 256k, a quarter of a gigabyte.
 _CHUNK = 256
 
@@ -38,13 +40,15 @@ def capture(
     input_ids: Int[Tensor, "b t"],
     sites: Iterable[Site],
     into: Callable[[Site, Float[Tensor, "b t _d"]], None] | None = None,
+    norms: Mapping[str | None, Norm | str] | None = None,
 ) -> Captured:
     """States at `sites` for one batch of windows of equal length, in the model's dtype and on its device.
 
     `into` is handed each state the moment it is made and must copy what it keeps; without it, copies are returned.
 
     `embed` is what the first block is given, `block.k` what the k-th block call returns, `final_norm` what the final
-    norm returns. Each state is copied the moment it is made, so that no later edit in place reaches it.
+    norm returns. Each state is copied the moment it is made, so that no later edit in place reaches it. The stages
+    inside the final norm are computed from what it is given; `norms` are those of `read_norms`, where they are known.
     """
     wanted = tuple(sites)
     shape = tuple(input_ids.shape)
@@ -53,21 +57,25 @@ def capture(
     calls = Counter[tuple[str, bool]]()
     handles: list[Any] = []
     hooks = _hooks_for(model, wanted)
+    if norms is None and any(site.name in _STAGES for site in wanted):
+        norms = read_norms(model.module, model.layout)
 
     def keep(place: tuple[str, bool], _: nn.Module, args: Any, kwargs: dict[str, Any], output: Any = None) -> None:
         # A shared layer is called once per block: its n-th call is its n-th site.
-        site = hooks[place].get(calls[place])
+        for site in hooks[place].get(calls[place], ()):
+            state = state_given(args, kwargs, shape) if place[1] else state_in(output, shape)
+            if state is None:
+                raise LayoutError(
+                    f"{site.name} showed no state of shape (batch, position, width) for an input of {shape}"
+                )
+            if site.name in _STAGES and norms is not None:
+                state = _inside_norm(site, state, norms[site.stack])
+            if into is None:
+                states[site] = state.detach().clone()
+            else:
+                into(site, state.detach())
+            seen.add(site)
         calls[place] += 1
-        if site is None:
-            return
-        state = state_given(args, kwargs, shape) if place[1] else state_in(output, shape)
-        if state is None:
-            raise LayoutError(f"{site.name} showed no state of shape (batch, position, width) for an input of {shape}")
-        if into is None:
-            states[site] = state.detach().clone()
-        else:
-            into(site, state.detach())
-        seen.add(site)
 
     try:
         for path, before in hooks:
@@ -84,25 +92,33 @@ def capture(
     return Captured(states={site: states[site] for site in wanted if site in states}, logits=_logits(model, output))
 
 
-def _hooks_for(model: Model, sites: tuple[Site, ...]) -> dict[tuple[str, bool], dict[int, Site]]:
-    """Which call of which module shows which site: (path, before the call?) -> number of the call -> site."""
-    known = set(sites_of(model.layout))
+def _inside_norm(site: Site, state: Float[Tensor, "b t d"], norm: Norm | str) -> Float[Tensor, "b t d"]:
+    if isinstance(norm, str):
+        raise ModelError(f"{site.name}: {norm}")
+    # In the dtype of the other sites: what changes from stage to stage is then not the rounding.
+    return (norm.normalise(state) if site.name == "final_norm.normed" else norm.gained(state)).to(state.dtype)
+
+
+def _hooks_for(model: Model, sites: tuple[Site, ...]) -> dict[tuple[str, bool], dict[int, list[Site]]]:
+    """Which call of which module shows which sites: (path, before the call?) -> number of the call -> sites."""
+    known = set(sites_of(model.layout, stages=True))
     unknown = [site for site in sites if site not in known]
     if unknown:
         raise SpecError(f"{model.name} has no site {unknown[0]}")
-    hooks: dict[tuple[str, bool], dict[int, Site]] = {}
+    hooks: dict[tuple[str, bool], dict[int, list[Site]]] = {}
     stacks = {stack.name: stack for stack in model.layout.stacks}
     for site in sites:
         stack = stacks[site.stack]
         kind, _, number = site.name.partition(".")
         if kind == "block":
             k = int(number)
-            path = stack.blocks[k]
-            hooks.setdefault((path, False), {})[stack.blocks[:k].count(path)] = site
+            place, call = (stack.blocks[k], False), stack.blocks[:k].count(stack.blocks[k])
         elif kind == "embed":
-            hooks.setdefault((stack.blocks[0], True), {})[0] = site
-        elif stack.final_norm is not None:
-            hooks.setdefault((stack.final_norm, False), {})[0] = site
+            place, call = (stack.blocks[0], True), 0
+        else:
+            assert stack.final_norm is not None
+            place, call = (stack.final_norm, site.name in _STAGES), 0
+        hooks.setdefault(place, {}).setdefault(call, []).append(site)
     return hooks
 
 

@@ -2,10 +2,9 @@
 
 import json
 import sys
-import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,8 +12,8 @@ import typer
 
 from anisoscope import __version__
 from anisoscope.errors import AnisoscopeError, SpecError
-from anisoscope.flags import pick, run_flags, spec_flags, takes, words
-from anisoscope.records import Spec
+from anisoscope.flags import pick, read_config, run_flags, spec_flags, takes, words
+from anisoscope.records import Checkpoint, Spec
 
 app = typer.Typer(
     help="The shape of transformer representations: anisotropy, isotropy and intrinsic dimension, site by site.",
@@ -28,7 +27,10 @@ OK, FAILED, USAGE, PARTLY = 0, 1, 2, 3
 
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 Protocol = Annotated[str | None, typer.Option(help="A paper's settings: `anisoscope ls protocols`.")]
-Config = Annotated[Path | None, typer.Option(help="TOML file with any of these flags as keys.")]
+Config = Annotated[
+    Path | None,
+    typer.Option(callback=read_config, is_eager=True, help="TOML file with any of these flags as keys; flags win."),
+]
 Output = Annotated[Path | None, typer.Option("--output", "-o", metavar="RUN", help="Folder to store units in.")]
 Json = Annotated[bool, typer.Option("--json", help="Print a JSON array on stdout and nothing else.")]
 
@@ -108,7 +110,7 @@ def measure(
     """
     with _reporting(debug):
         given = pick(flags, spec_flags) | ({} if revision is None else {"revision": revision})
-        names, settings = _merge(models or [], given, protocol, config)
+        names, settings = _merge(models or [], given, protocol)
         run = pick(flags, run_flags) | {"progress": not as_json}
         specs = [Spec(model=name, **settings) for name in names]
         units, failed = _measure_all(specs, run, output)
@@ -120,31 +122,19 @@ def measure(
 
 
 def _merge(
-    models: list[str], flags: dict[str, Any], protocol: str | None, config: Path | None, *, required: bool = True
+    models: list[str], flags: dict[str, Any], protocol: str | None, *, required: bool = True, dynamics: bool = False
 ) -> tuple[list[str], dict[str, Any]]:
-    """Flags over --config over --protocol over the defaults of Spec."""
+    """Flags over --protocol over the defaults of Spec; the paper's models, or those it follows over training."""
     settings: dict[str, Any] = {}
     if protocol is not None:
         from anisoscope.protocols import load_protocol
 
         paper = load_protocol(protocol)
         settings |= paper.spec
-        models = models or list(paper.models)
-    if config is not None:
-        try:
-            given = tomllib.loads(config.read_text("utf-8"))
-        except (OSError, ValueError) as error:
-            raise SpecError(f"--config {config}: {error}") from error
-        named = given.pop("model", given.pop("models", []))
-        models = models or ([named] if isinstance(named, str) else list(named))
-        settings |= {name.replace("-", "_"): value for name, value in given.items()}
-    settings |= flags
-    unknown = set(settings) - {item.name for item in fields(Spec)}
-    if unknown:
-        raise SpecError(f"--config has keys that are no flags of measure: {', '.join(sorted(unknown))}")
+        models = models or list(paper.dynamics if dynamics else paper.models)
     if not models and required:
         raise SpecError("name at least one MODEL (or a --protocol that lists some)")
-    return models, {name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()}
+    return models, settings | flags
 
 
 def _measure_all(specs: list[Spec], run: dict[str, Any], output: Path | None) -> tuple[list[Any], int]:
@@ -250,13 +240,14 @@ def sweep(
         if checkpoints is not None:
             names.append(str(Path(checkpoints).parent))
             revisions = Path(checkpoints).name
-        names, settings = _merge(names, pick(flags, spec_flags), protocol, config, required=listed is None)
+        names, settings = _merge(names, pick(flags, spec_flags), protocol, required=listed is None, dynamics=True)
         texts = words(corpora) or (settings.pop("corpus", Spec.corpus),)
         if listed is not None:
             chosen = series = read_list(listed, names[0] if names else None, tokens_per_step=tokens_per_step)
         else:
             runs = [find_checkpoints(name, revisions=revisions, tokens_per_step=tokens_per_step) for name in names]
-            chosen = [item for run in runs for item in choose(run, log_spaced=log_spaced, every=every)]
+            followed = [_followed(run, protocol if revisions is None else None) for run in runs]
+            chosen = [item for run in followed for item in choose(run, log_spaced=log_spaced, every=every)]
             series = [item for run in runs for item in run]
         if dry_run:
             verified = inspect_all(chosen, series=series, progress=not as_json)
@@ -286,6 +277,17 @@ def sweep(
         _tell_swept(swept, output, as_json)
         if swept.failed:
             raise typer.Exit(PARTLY if swept.measured or swept.stored_before else FAILED)
+
+
+def _followed(run: list[Checkpoint], protocol: str | None) -> list[Checkpoint]:
+    """The checkpoints of a run that a paper follows, where its protocol names them."""
+    from anisoscope.protocols import load_protocol
+
+    wanted = () if protocol is None else load_protocol(protocol).revisions
+    found = [item for item in run if item.revision in wanted]
+    if wanted and not found:
+        raise SpecError(f"{run[0].model} has none of the checkpoints of {protocol}; name others with --revisions")
+    return found or run
 
 
 def _pairs(items: list[str]) -> dict[str, Any]:
@@ -364,6 +366,12 @@ def claims(
         list[str] | None,
         typer.Option(help="Exit with 1 where 'leading_variance[final_norm] > 0.5' holds at the end; repeatable."),
     ] = None,
+    correlate: Annotated[
+        str | None, typer.Option(help="Also correlate, over checkpoints, such as 'isoscore[final_norm,typical]' ...")
+    ] = None,
+    against: Annotated[
+        str | None, typer.Option(help="... with FILE.csv[:COLUMN] (columns model, step and more).  [the loss]")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of the bootstrap.")] = 0,
     as_json: Json = False,
     debug: Debug = False,
@@ -376,16 +384,21 @@ def claims(
         import pyarrow as pa
 
         from anisoscope.claims import judge
+        from anisoscope.claims.correlations import correlate_table, read_column
         from anisoscope.conditions import parse
-        from anisoscope.printing import print_verdicts
+        from anisoscope.printing import print_correlations, print_verdicts
 
         gates = [parse(text) for text in fail_if or []]
         table = pa.concat_tables([_open(run).table() for run in runs])
         verdicts = judge(table, seed=seed)
+        file, _, column = (against or "").partition(":")
+        given = {"against": read_column(file, column or None), "named": column or file} if against else {}
+        found = correlate_table(table, correlate, seed=seed, **given) if correlate else []
         if as_json:
-            print(json.dumps([verdict.as_json() for verdict in verdicts], ensure_ascii=False))
+            print(json.dumps([one.as_json() for one in (*verdicts, *found)], ensure_ascii=False))
         else:
             print_verdicts(verdicts)
+            print_correlations(found)
         closed = [(gate, row) for gate in gates for row in gate.matches(table)]
         for gate, row in closed:
             _say(f"{gate}: {row['model']} has {row['value']:.4g} at {row['site']}, step {row['step']}")

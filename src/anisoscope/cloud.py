@@ -13,6 +13,7 @@ from torch import Tensor
 from anisoscope.errors import SpecError
 from anisoscope.kernels import gram
 from anisoscope.kernels.gram import Centred, Directions, GramSums, Moments, Pair, row_norms
+from anisoscope.kernels.groups import Explained, GroupSums, Passages, explain, sum_groups, sum_passages
 from anisoscope.kernels.neighbors import (
     Neighbors,
     Products,
@@ -26,6 +27,8 @@ from anisoscope.records import POPULATIONS
 
 # Consistency factor of the median absolute deviation with the standard deviation of a normal law.
 MAD_TO_STD = 1.4826
+# Types with fewer occurrences are left out where variance among them is explained: two points always lie on a line.
+LEAST_OCCURRENCES = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,6 +154,27 @@ class Cloud:
             raise SpecError("this metric compares a site with the one before it, and no earlier site was given")
         source, target = gram.center(self.previous.double()), gram.center(self.points.double())
         return Pair(source=source.points, target=target.points)
+
+    @cached_property
+    def types(self) -> GroupSums:
+        """Sums over the occurrences of each type."""
+        return sum_groups(self.points, self._labels.ids)
+
+    @cached_property
+    def explained(self) -> Explained:
+        """How much of the variance among the occurrences of a type lies along one axis."""
+        return explain(self.points, self._labels.ids, LEAST_OCCURRENCES)
+
+    @cached_property
+    def passages(self) -> Passages:
+        """Sums over the points of each document."""
+        return sum_passages(self.points, self._labels.documents)
+
+    @property
+    def _labels(self) -> Tokens:
+        if self.tokens is None:
+            raise SpecError("this metric compares occurrences of tokens, and it is not known which token a point is")
+        return self.tokens
 
     @cached_property
     def losses(self) -> Float[Tensor, " m"]:

@@ -20,10 +20,11 @@ from anisoscope.records import POPULATIONS, site_order
 from anisoscope.revisions import training_order
 
 _OPERATORS = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}
+_PLACE = r"""\s* (?P<metric>\w+) \s*
+    \[ \s* (?P<site>[^\[\],\s]+) \s* (?: , \s* (?P<population>\w+) \s* )? \] \s*"""
 _CONDITION = re.compile(
-    r"""\s* (?P<metric>\w+) \s*
-    \[ \s* (?P<site>[^\[\],\s]+) \s* (?: , \s* (?P<population>\w+) \s* )? \] \s*
-    (?P<operator>[<>]=?) \s*
+    _PLACE
+    + r"""(?P<operator>[<>]=?) \s*
     (?P<number>[-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?)
     (?: \s+ for \s+ (?P<checkpoints>\d+) )? \s*""",
     re.VERBOSE | re.IGNORECASE,
@@ -86,6 +87,16 @@ class Condition:
         }
         there = "; ".join(f"{name}: {values}" for name, values in measured.items())
         return f"no measured value is concerned by {self}; measured were {there}"
+
+
+def parse_place(text: str) -> tuple[str, str, str]:
+    """Metric, site and population of `METRIC[SITE]` or `METRIC[SITE,POPULATION]`."""
+    found = re.fullmatch(_PLACE, text, re.VERBOSE)
+    if found is None:
+        raise SpecError(
+            f"wanted METRIC[SITE] or METRIC[SITE,POPULATION], such as 'isoscore[final_norm]'; came {text!r}"
+        )
+    return found["metric"], found["site"], found["population"] or "all"
 
 
 def parse(text: str) -> Condition:

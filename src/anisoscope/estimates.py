@@ -2,15 +2,15 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from anisoscope.cloud import Cloud
+from anisoscope.cloud import Cloud, Tokens
 from anisoscope.errors import SpecError, StatesError
 from anisoscope.metrics import Metric, find_metrics
 from anisoscope.nulls import null_of
@@ -27,6 +27,8 @@ class Evaluated:
     note: str | None
     null_dim: int | None = None
     """The dimensions its null is about, where they are not those of the points: the previous site's."""
+    control: Tensor | float = math.nan
+    """Its null, where that is measured on the same points."""
 
 
 def evaluate(cloud: Cloud, metric: Metric, settings: Mapping[str, Any]) -> Evaluated:
@@ -37,10 +39,12 @@ def evaluate(cloud: Cloud, metric: Metric, settings: Mapping[str, Any]) -> Evalu
     elif metric.needs == "losses":
         points = len(cloud.losses)
     dim = cloud.previous.shape[1] if metric.needs == "pair" and cloud.previous is not None else cloud.dim
-    value = torch.tensor(math.nan)
+    value, control = torch.tensor(math.nan), math.nan
     if points >= metric.min_points(dim, settings.get("neighbors", 0)):
-        value = apply(metric, getattr(cloud, metric.needs), settings)
-    return judge(metric, value, points, dropped, dim, settings)
+        view = getattr(cloud, metric.needs)
+        value = apply(metric, view, settings)
+        control = math.nan if metric.control is None else metric.control(view)
+    return replace(judge(metric, value, points, dropped, dim, settings), control=control)
 
 
 def apply(metric: Metric, view: Any, settings: Mapping[str, Any]) -> Tensor:
@@ -66,6 +70,8 @@ def summarize(results: Sequence[Evaluated], metric: Metric, dim: int, settings: 
     values = tuple(float(result.value) for result in results)
     points = sum(result.points for result in results)
     null, missing_null = null_of(metric, points / len(results), results[0].null_dim or dim, settings)
+    if metric.null == "control":
+        null = torch.tensor([float(result.control) for result in results], dtype=torch.float64).nanmean().item()
     undefined = sum(math.isnan(value) for value in values)
     notes = list(dict.fromkeys(result.note for result in results if result.note))
     if 0 < undefined < len(values):
@@ -89,12 +95,15 @@ def estimate(
     gride_scales: tuple[int, ...] = (2, 4, 8, 16, 32, 64),
     neighbors: int = 20,
     isoscore_zeta: float = 0.25,
+    token_ids: Any = None,
+    documents: Any = None,
     seed: int = 0,
 ) -> dict[str, Estimate]:
     """Measure a matrix of your own: rows are points, numpy or torch, any float dtype, any device.
 
     The points are dealt in seeded random order into batches of at least `batch_points`; with fewer there is one batch
-    and no spread.
+    and no spread. `token_ids` and `documents` say, one whole number per point, which token it is and where it comes
+    from, for metrics that compare occurrences.
 
     >>> import numpy as np, anisoscope as an
     >>> line = np.arange(12.0).reshape(-1, 1) * np.array([[1.0, 2.0, 2.0]])
@@ -110,20 +119,41 @@ def estimate(
     check_settings(batch_points=batch_points, **settings)
     found = find_metrics([metrics] if isinstance(metrics, str) else metrics, gride_scales=gride_scales)
     for metric in found:
-        if metric.needs in ("losses", "pair"):
+        if metric.needs in ("losses", "pair", "norm"):
             raise SpecError(f"{metric.name} needs a model, not a matrix of points; use measure()")
+    given = {"token_ids": token_ids, "documents": documents}
+    for metric in found:
+        label = _LABELS.get(metric.needs)
+        if label is not None and given[label] is None:
+            raise SpecError(f"{metric.name} compares occurrences; give {label}=, one whole number per point")
     matrix = _as_matrix(points)
     check_finite("points", matrix)
+    ids, places = (_as_labels(name, labels, matrix) for name, labels in given.items())
+    tokens = Tokens(ids=ids, positions=torch.zeros_like(ids), documents=places, special=torch.zeros_like(ids).bool())
     count = max(1, len(matrix) // batch_points)
     batches = [index.to(matrix.device) for index in deal(len(matrix), count, seed)]
     wanted = neighbors_wanted(found, settings)
-    clouds = [Cloud(points=matrix[index], neighbor_count=wanted) for index in batches]
+    clouds = [Cloud(points=matrix[index], tokens=tokens.take(index), neighbor_count=wanted) for index in batches]
     return {
         metric.name: summarize(
             [evaluate(cloud, metric, settings) for cloud in clouds], metric, matrix.shape[1], settings
         )
         for metric in found
     }
+
+
+# Which views need to be told what the points are.
+_LABELS = {"types": "token_ids", "explained": "token_ids", "passages": "documents"}
+
+
+def _as_labels(name: str, labels: Any, points: Float[Tensor, "n d"]) -> Int[Tensor, " n"]:
+    """One whole number per point; zeros where none were given, which no metric then reads."""
+    if labels is None:
+        return torch.zeros(len(points), dtype=torch.int64, device=points.device)
+    found = np.asarray(labels.cpu() if isinstance(labels, Tensor) else labels)
+    if found.shape != points.shape[:1] or found.dtype.kind not in "iu":
+        raise SpecError(f"{name} must be {len(points)} whole numbers; came {found.shape}, {found.dtype}")
+    return torch.from_numpy(found.astype(np.int64)).to(points.device)
 
 
 def _as_matrix(points: Any) -> Float[Tensor, "n d"]:

@@ -1,6 +1,7 @@
 """Flags that several commands share: what can change a number (fields of Spec), and what cannot."""
 
 import inspect
+import tomllib
 from collections.abc import Callable
 from typing import Annotated, Any, TypeVar
 
@@ -80,6 +81,34 @@ def run_flags(
         "trust_remote_code": trust_remote_code,
         "allow_pickle": allow_pickle,
     }
+
+
+def read_config(context, path):
+    """Let a TOML file give the defaults of a command's flags and arguments.
+
+    Typer hands these two over by place, since neither has a type: the context's class is a private one of its own.
+    """
+    if path is None:
+        return None
+    try:
+        given = tomllib.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise typer.BadParameter(f"{path}: {error}") from error
+    names = {word.lstrip("-").replace("-", "_"): item for item in context.command.params for word in item.opts}
+    names |= {"model": names["models"]} if "models" in names else {}
+    unknown = sorted(key for key in given if key.replace("-", "_") not in names)
+    if unknown:
+        raise typer.BadParameter(f"{path} has keys that are no flags of {context.info_name}: {', '.join(unknown)}")
+    context.default_map = {}
+    for key, value in given.items():
+        item = names[key.replace("-", "_")]
+        values = value if isinstance(value, list) else [value]
+        several = item.multiple or item.nargs == -1
+        # Flags that take several words want them with commas between.
+        context.default_map[str(item.name)] = (
+            values if several else ",".join(map(str, values)) if values != [value] else value
+        )
+    return path
 
 
 def takes(*shared: Callable[..., Any]) -> Callable[[Command], Command]:

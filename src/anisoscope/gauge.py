@@ -5,7 +5,8 @@ import itertools
 import math
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from anisoscope.cloud import Cloud, select_members, select_typical
 from anisoscope.estimates import Evaluated, apply, check_finite, evaluate, judge, neighbors_wanted
 from anisoscope.kernels.neighbors import KEPT_POINTS
 from anisoscope.metrics import Metric
+from anisoscope.norms import Norm
 from anisoscope.owners import LISTED, AxisOwners
 from anisoscope.progress import Advance
 from anisoscope.records import Site, Spec
@@ -81,9 +83,17 @@ class Gauge:
     """What is accumulated while the pools go by."""
 
     def __init__(
-        self, spec: Spec, metrics: list[Metric], sites: Sequence[Site], settings: dict[str, Any], clock: Clock
+        self,
+        spec: Spec,
+        metrics: list[Metric],
+        sites: Sequence[Site],
+        settings: dict[str, Any],
+        clock: Clock,
+        norms: Mapping[str | None, Norm | str],
     ) -> None:
-        self.spec, self.metrics, self.settings, self.clock = spec, metrics, settings, clock
+        self.spec, self.settings, self.clock, self.norms = spec, settings, clock, norms
+        self.metrics = [metric for metric in metrics if metric.needs != "norm"]
+        self.of_norms = [metric for metric in metrics if metric.needs == "norm"]
         self.results: dict[tuple[Site, str, Metric], dict[int, Evaluated]] = defaultdict(dict)
         """Site, population, metric -> number of the batch -> its result."""
         self.excluded: dict[tuple[Site, str], dict[int, int]] = defaultdict(dict)
@@ -91,8 +101,11 @@ class Gauge:
         self.dims: dict[Site, int] = {}
         self.seconds: dict[Site, float] = defaultdict(float)
         # Which measured site comes before a site in its stack: what metrics of neighbouring sites compare with.
-        self.sources = {site: before for before, site in itertools.pairwise(sites) if before.stack == site.stack}
-        self.stacked = [metric for metric in metrics if metric.stacked and metric.needs in stack.VIEWS]
+        # The final norm is compared with the last block, whether or not its inside is measured too.
+        main = [site for site in sites if not site.name.startswith("final_norm.")]
+        pairs = itertools.chain(itertools.pairwise(sites), itertools.pairwise(main))
+        self.sources = {site: before for before, site in pairs if before.stack == site.stack}
+        self.stacked = [metric for metric in self.metrics if metric.stacked and metric.needs in stack.VIEWS]
         if len(self._stacked_populations("moments", "gram_sums", "directions")) > 2:
             self.stacked = []
         self._scratch: Tensor | None = None
@@ -103,6 +116,9 @@ class Gauge:
         for room in rooms.rooms:
             with _threads_for((batches[0].stop - batches[0].start) * room.states.shape[-1]):
                 self._measure_room(room, rooms, batches, advance)
+        for name, norm in self.norms.items():
+            if self.of_norms and isinstance(norm, Norm):
+                self._measure_norm(norm, Site(name="final_norm", stack=name), rooms, batches)
         self._members.clear()
         self.clock.settle()
 
@@ -160,6 +176,20 @@ class Gauge:
                 self.results[site, name, metric][batch.number] = result
         if any(metric.name == "leading_variance" for metric in metrics):
             self.owners[site].add(cloud)
+
+    def _measure_norm(self, norm: Norm, site: Site, rooms: Rooms, batches: list[Batch]) -> None:
+        """What a final norm does to the mean of its states; populations are those of what it returns."""
+        states, normed = rooms.at(site), rooms.at(replace(site, name="final_norm.normed"))
+        for batch in batches:
+            here = slice(batch.start, batch.stop)
+            for name in dict.fromkeys(name for metric in self.of_norms for name in self.populations(metric)):
+                part = self._part(name, site, Cloud(points=states[here]), batch)
+                view = norm.view(normed[here][part])
+                self.excluded[site, name][batch.number] = len(normed[here]) - len(part)
+                for metric in (metric for metric in self.of_norms if name in self.populations(metric)):
+                    value = apply(metric, view, self.settings)
+                    result = judge(metric, value, len(part), 0, states.shape[1], self.settings)
+                    self.results[site, name, metric][batch.number] = result
 
     def populations(self, metric: Metric) -> tuple[str, ...]:
         """The populations a metric is measured on."""

@@ -17,7 +17,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from anisoscope.errors import LayoutError, SpecError, StatesError
-from anisoscope.records import Site
+from anisoscope.records import FINAL_NORM_SITES, Site
 from anisoscope.trace import Call, Trace, copy_of, is_encoder_decoder, trace_module
 
 FAMILIES = {
@@ -55,6 +55,8 @@ class Stack:
     blocks: tuple[str, ...]
     """Module paths in call order; a layer that is shared stands as often as it is called."""
     final_norm: str | None
+    width: int | None = None
+    """Coordinates of what the last block returns; unknown where a layout was written by hand."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,8 +97,18 @@ def discover_layout(
         raise SpecError(f"final_norm needs one path (or {NO_NORM!r}) per stack: {len(names)}, got {len(final_norm)}")
     given = (None if path == NO_NORM else path for path in final_norm)
     norms = tuple(given) if final_norm else tuple(_find_norm(module, trace, chain) for chain in chains)
-    stacks = zip(names, chains, norms, strict=True)
-    return Layout(stacks=tuple(Stack(name=name, blocks=chain, final_norm=norm) for name, chain, norm in stacks))
+    widths = [_width_after(trace, chain) for chain in chains]
+    stacks = zip(names, chains, norms, widths, strict=True)
+    return Layout(
+        stacks=tuple(
+            Stack(name=name, blocks=chain, final_norm=norm, width=width) for name, chain, norm, width in stacks
+        )
+    )
+
+
+def _width_after(trace: Trace, blocks: tuple[str, ...]) -> int | None:
+    states = [call.returned for call in trace.of(blocks[-1:]) if call.returned is not None]
+    return states[-1].shape[-1] if states else None
 
 
 def _expand(module: nn.Module, trace: Trace, path: str) -> tuple[str, ...]:
@@ -282,27 +294,40 @@ def is_causal(module: nn.Module, layout: Layout, probe_ids: Int[Tensor, "b t"]) 
     return bool(apart[:half].mean() <= tolerance * apart[half:].mean())
 
 
-def sites_of(layout: Layout) -> tuple[Site, ...]:
-    """Every site, in the order a token meets them."""
+def sites_of(layout: Layout, *, stages: bool = False) -> tuple[Site, ...]:
+    """Every site, in the order a token meets them; `stages`: also inside the final norm."""
     sites = []
     for stack in layout.stacks:
         count = len(stack.blocks)
         sites.append(Site(name="embed", stack=stack.name))
         sites += [Site(name=f"block.{k}", stack=stack.name, depth=(k + 1) / count) for k in range(count)]
         if stack.final_norm is not None:
-            sites.append(Site(name="final_norm", stack=stack.name))
+            sites += [Site(name=name, stack=stack.name) for name in FINAL_NORM_SITES if stages or name == "final_norm"]
     return tuple(sites)
 
 
-def select_sites(layout: Layout, patterns: Iterable[str]) -> tuple[Site, ...]:
-    """The sites that any pattern (`embed`, `block.*`, `block.3`) matches, in the order of `sites_of`."""
-    sites = sites_of(layout)
+def select_sites(layout: Layout, patterns: Iterable[str], *, stages: bool = False) -> tuple[Site, ...]:
+    """The sites that any pattern (`embed`, `block.*`, `block.3`) matches, in the order of `sites_of`.
+
+    `stages` adds what leads from the last block through each final norm. Patterns reach its inside by its name alone:
+    `*` is every state that the model hands on.
+    """
+    sites = sites_of(layout, stages=True)
     patterns = tuple(patterns)
     names = list(dict.fromkeys(site.name for site in sites))
     for pattern in patterns:
         # The default patterns name the final norm, and post-norm encoders have none.
-        if pattern != "final_norm" and not any(fnmatchcase(name, pattern) for name in names):
+        known = pattern == "final_norm.*" or pattern in FINAL_NORM_SITES
+        if not known and not any(fnmatchcase(name, pattern) for name in names):
             near = difflib.get_close_matches(pattern, names, n=1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
             raise SpecError(f"no site matches {pattern!r}.{hint} This model has: {', '.join(names)}")
-    return tuple(site for site in sites if any(fnmatchcase(site.name, pattern) for pattern in patterns))
+    ends = {stack.name for stack in layout.stacks if stages and stack.final_norm is not None}
+
+    def wanted(site: Site) -> bool:
+        if site.stack in ends and (site.depth == 1 or site.name in FINAL_NORM_SITES):
+            return True
+        inside = site.name.startswith("final_norm.")
+        return any(fnmatchcase(site.name, one) for one in patterns if not inside or one.startswith("final_norm"))
+
+    return tuple(site for site in sites if wanted(site))

@@ -32,8 +32,11 @@ class NullTable:
 
 
 def null_of(metric: Metric, points: float | int, dim: int, settings: Mapping[str, Any]) -> tuple[float, str | None]:
-    """The null at `points` points per batch in `dim` dimensions; NaN with a sentence where there is none."""
-    if metric.null == "none" or points < metric.min_points(dim, settings.get("neighbors", 0)):
+    """The null at `points` points per batch in `dim` dimensions; NaN with a sentence where there is none.
+
+    A `control` depends on the points themselves and is measured with them.
+    """
+    if metric.null in ("none", "control") or points < metric.min_points(dim, settings.get("neighbors", 0)):
         return math.nan, None
     if metric.closed_form is not None:
         return metric.closed_form(round(points), dim), None

@@ -11,10 +11,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from anisoscope.claims import Verdict
+from anisoscope.claims import Correlation, Verdict
 from anisoscope.errors import SpecError
 from anisoscope.integrity import Verified
 from anisoscope.records import Record, Unit, site_order
+from anisoscope.stages import NORM_METRICS, STAGES, StageChange, stage_changes
 from anisoscope.status import Overview, as_table
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -79,6 +80,8 @@ def print_unit(unit: Unit, *, full: bool = False) -> None:
     for stack in stacks:
         here = [record for record in records if record.stack == stack and record.site != "output"]
         console.print(_full_table(here) if full else _profile_table(here, stack, console.width))
+        for table in _stage_tables(here, console.width):
+            console.print(table)
     for record in records:
         if record.site == "output":
             tail = f" ({record.note})" if record.note else f" nats per token, {record.points} tokens"
@@ -110,7 +113,8 @@ def _profile_table(records: Sequence[Record], stack: str | None, width: int) -> 
         table.add_column(name, no_wrap=True)
     for name in shown:
         table.add_column(name, justify="right", no_wrap=True)
-    for metric, population in dict.fromkeys((record.metric, record.population) for record in records):
+    asked = dict.fromkeys((record.metric, record.population) for record in records if record.metric not in NORM_METRICS)
+    for metric, population in asked:
         rows = [record for record in records if (record.metric, record.population) == (metric, population)]
         by_site = {record.site: record for record in rows}
         blocks = sorted((row for row in rows if row.depth is not None), key=lambda row: site_order(row.site))
@@ -129,6 +133,63 @@ def _profile_table(records: Sequence[Record], stack: str | None, width: int) -> 
         profile = sparkline([row.value for row in blocks[::stride]])
         table.add_row(metric, population, profile, *(cells[name] for name in shown))
     return table
+
+
+def _stage_tables(records: Sequence[Record], width: int) -> list[Table]:
+    """What the final norm does stage by stage, and the numbers of the norm itself; nothing where it was not asked."""
+    tables, found = [], stage_changes(records)
+    if found:
+        table = Table(
+            title="Through the final norm (pre: the last block)", title_justify="left", box=None, pad_edge=False
+        )
+        changes = [f"owed to {part}" for part in ("norm", "gain", "bias")] if width >= 170 else []
+        for name in ("estimator", "population", *STAGES, *changes, "excluded"):
+            table.add_column(name, justify="left" if name in ("estimator", "population") else "right", no_wrap=True)
+        for one in found:
+            values = (format_spread(one.stages[stage]) for stage in STAGES)
+            owed = [_format_change(one, stage) for stage in STAGES[1:]]
+            excluded = "/".join(str(one.stages[stage].excluded) for stage in STAGES)
+            table.add_row(one.metric, one.population, *values, *owed[: len(changes)], excluded)
+        tables.append(table)
+    norms = [record for record in records if record.metric in NORM_METRICS]
+    if norms:
+        table = Table(box=None, pad_edge=False)
+        for name in ("population", *NORM_METRICS):
+            table.add_column(name, justify="left" if name == "population" else "right", no_wrap=True)
+        for population in dict.fromkeys(record.population for record in norms):
+            here = {record.metric: record for record in norms if record.population == population}
+            table.add_row(population, *(_cell(here.get(name)) for name in NORM_METRICS))
+        tables.append(table)
+    return tables
+
+
+def _format_change(one: StageChange, stage: str) -> str:
+    """To the last digit of the value it leads to, with its part of the whole."""
+    change, share = one.changes[stage], one.shares[stage]
+    if math.isnan(change.value):
+        return "–"
+    digits = _decimals(one.stages["final"].value)
+    spread = "" if math.isnan(change.spread) else f" ±{change.spread:.{digits}f}"
+    # Adding zero takes the sign from a change that rounds to none.
+    return f"{round(change.value, digits) + 0.0:+.{digits}f}{spread}" + (
+        "" if math.isnan(share) else f" ({round(share, 2) + 0.0:.0%})"
+    )
+
+
+def print_counterfactuals(unit: Unit) -> None:
+    """Isotropy after the final norm and the loss, a line per variant of the norm."""
+    console = _console()
+    table = Table(title="If the final norm were another", title_justify="left", box=None, pad_edge=False)
+    table.add_column("variant", no_wrap=True)
+    columns = list(dict.fromkeys((record.metric, record.population) for record in unit.records))
+    for metric, population in columns:
+        table.add_column(metric if metric == "loss" else f"{metric}, {population}", justify="right", no_wrap=True)
+    for variant in dict.fromkeys(record.variant for record in unit.records):
+        here = {(record.metric, record.population): record for record in unit.records if record.variant == variant}
+        table.add_row(Text(variant or ""), *(_cell(here.get(column)) for column in columns))
+    console.print(table)
+    for note in unit.provenance["notes"]:
+        console.print(Text(f"note: {note}"))
 
 
 def _columns_for(width: int) -> tuple[str, ...]:
@@ -312,6 +373,24 @@ def print_verdicts(verdicts: Sequence[Verdict]) -> None:
     console.print()
     for one in verdicts:
         console.print(Text(f"· {one.text}"))
+
+
+def print_correlations(found: Sequence[Correlation]) -> None:
+    """Correlations over checkpoints, of levels and of first differences."""
+    if not found:
+        return
+    console = _console()
+    console.print(Text(f"\n{found[0].measure} against {found[0].against}, over checkpoints", style="bold"))
+    table = Table(box=None, pad_edge=False)
+    for name in ("model", "corpus", "of", "kind", "value", "interval", "p", "checkpoints"):
+        table.add_column(name, justify="right" if name in ("value", "interval", "p", "checkpoints") else "left")
+    for one in found:
+        low, high = one.interval
+        interval = "–" if math.isnan(low) else f"{format_value(low)} … {format_value(high)}"
+        numbers = (format_value(one.value), interval, format_value(one.p), str(one.checkpoints))
+        table.add_row(Text(one.model), Text(one.corpus), one.of, one.kind, *numbers)
+    console.print(table)
+    console.print("Series that drift correlate by their levels whatever they are about: the differences have the p.")
 
 
 def print_environment() -> None:

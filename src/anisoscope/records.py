@@ -14,6 +14,8 @@ import numpy as np
 KEY_VERSION = 1
 
 POPULATIONS = ("all", "content", "typical", "types", "matched")
+# After the norm alone, after its gain, after its bias: the last is what the module returns.
+FINAL_NORM_SITES = ("final_norm.normed", "final_norm.gained", "final_norm")
 DEFAULT_METRICS = ("leading_variance", "mean_cosine", "isoscore", "participation_ratio", "twonn", "loss")
 
 
@@ -88,7 +90,7 @@ class Site:
     """A named place in a model where states are read."""
 
     name: str
-    """`embed`, `block.0` ... `block.{L-1}`, `final_norm`, `output`."""
+    """`embed`, `block.0` ... `block.{L-1}`, `final_norm` and its stages, `output`."""
     stack: str | None = None
     """`encoder` or `decoder` in encoder-decoder models, else None."""
     depth: float | None = None
@@ -99,6 +101,8 @@ def site_order(name: str) -> tuple[int, int, str]:
     """Sort key that follows the way of a token through the model."""
     head, _, rest = name.partition(".")
     stage = {"embed": 0, "block": 1, "final_norm": 2, "output": 3}.get(head, 4)
+    if name in FINAL_NORM_SITES:
+        return stage, FINAL_NORM_SITES.index(name), ""
     number = re.match(r"\d+", rest)
     return stage, int(number.group()) if number else -1, rest
 

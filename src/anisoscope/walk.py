@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
+from fnmatch import fnmatchcase
 from typing import Any
 
 import numpy as np
@@ -31,12 +32,15 @@ from anisoscope.gauge import Clock, Gauge, seed_for
 from anisoscope.layout import select_sites
 from anisoscope.metrics import Metric, find_metrics
 from anisoscope.models import Model, adopt_model, load_model
+from anisoscope.norms import Norm, read_norms
 from anisoscope.progress import Advance, show_progress
-from anisoscope.records import POPULATIONS, Checkpoint, Estimate, Record, Site, Spec, Unit
+from anisoscope.records import FINAL_NORM_SITES, POPULATIONS, Checkpoint, Estimate, Record, Site, Spec, Unit
 from anisoscope.revisions import place_in_training, place_of
 from anisoscope.rooms import Batch, Rooms
 from anisoscope.sources import hash_weights, is_commit, locate
 from anisoscope.text import POOLED_BATCHES, Pool, Windows, draw_windows, plan_pools
+from anisoscope.weights import POPULATION as ROWS
+from anisoscope.weights import WEIGHT_SITES, WeightRecord, weight_records
 
 # Tokens in one forward pass where the batch size is left to us.
 FORWARD_TOKENS = 4096
@@ -95,6 +99,7 @@ def measure(
     model: Any = None,
     tokenizer: Any = None,
     corpus: Corpus | None = None,
+    windows: Windows | None = None,
     checkpoint: Checkpoint | None = None,
     device: str = "auto",
     device_map: Any = None,
@@ -106,43 +111,49 @@ def measure(
     """Run a model over text and measure its states at every site.
 
     `model` and `tokenizer` hand in a module of your own (or a `models.Model`); otherwise `spec.model` is loaded.
+    `windows` are those of `draw`, where only some of them are to be measured.
     `checkpoint` says where in its training the model stands, where more is known than its name tells.
     `batch_size` is the number of windows in a forward pass; when memory runs out it is halved, and the unit says so.
     """
     corpus = corpus or load_corpus(spec.corpus)
-    if model is None:
-        spec = resolve(spec, corpus=corpus)
-        loaded = load_model(
-            spec.model,
-            revision=spec.revision,
-            weights=spec.weights,
-            dtype=spec.dtype,
-            device=device,
-            device_map=device_map,
-            trust_remote_code=trust_remote_code,
-            allow_pickle=allow_pickle,
-            blocks=spec.blocks,
-            final_norm=spec.final_norm,
-        )
-    else:
-        loaded = (
-            model
-            if isinstance(model, Model)
-            else adopt_model(model, tokenizer, name=spec.model, blocks=spec.blocks, final_norm=spec.final_norm)
-        )
-        spec = resolve(spec, corpus=corpus, model=loaded)
-    windows = draw_windows(
+    spec, loaded = load(
+        spec,
         corpus,
-        loaded.tokenizer,
-        seq_len=_fitting_length(spec, loaded),
-        count=math.ceil(spec.tokens / spec.seq_len),
-        seed=spec.seed,
-        special_tokens=spec.special_tokens,
+        model,
+        tokenizer,
+        device=device,
+        device_map=device_map,
+        trust_remote_code=trust_remote_code,
+        allow_pickle=allow_pickle,
     )
     if checkpoint is None:
         place = place_in_training(spec.model, spec.revision)
         checkpoint = Checkpoint(model=spec.model, revision=spec.revision, stage=place.stage, tokens=place.tokens)
+    windows = windows or draw(spec, loaded, corpus)
     return _Walk(spec, loaded, corpus, windows, checkpoint, batch_size).run(progress)
+
+
+def load(spec: Spec, corpus: Corpus, model: Any = None, tokenizer: Any = None, **loading: Any) -> tuple[Spec, Model]:
+    """The resolved Spec and its model, loaded with the options of `load_model` where none is handed in."""
+    hand = {"blocks": spec.blocks, "final_norm": spec.final_norm}
+    if model is None:
+        spec = resolve(spec, corpus=corpus)
+        named = {"revision": spec.revision, "weights": spec.weights, "dtype": spec.dtype}
+        return spec, load_model(spec.model, **named, **hand, **loading)
+    loaded = model if isinstance(model, Model) else adopt_model(model, tokenizer, name=spec.model, **hand)
+    return resolve(spec, corpus=corpus, model=loaded), loaded
+
+
+def draw(spec: Spec, model: Model, corpus: Corpus) -> Windows:
+    """The windows of text that a Spec is about."""
+    return draw_windows(
+        corpus,
+        model.tokenizer,
+        seq_len=_fitting_length(spec, model),
+        count=math.ceil(spec.tokens / spec.seq_len),
+        seed=spec.seed,
+        special_tokens=spec.special_tokens,
+    )
 
 
 def _fitting_length(spec: Spec, model: Model) -> int:
@@ -172,17 +183,33 @@ class _Walk:
         metrics = find_metrics([name for name, _ in spec.metrics if isinstance(name, str)])
         self.loss = next((metric for metric in metrics if metric.needs == "losses"), None)
         self.metrics = [metric for metric in metrics if metric.needs != "losses"]
-        self.sites = select_sites(model.layout, spec.sites)
         self.batch_size = batch_size or max(1, FORWARD_TOKENS // spec.seq_len)
         self.notes = [*corpus.notes, *windows.notes, *model.notes]
+        self.norms: dict[str | None, Norm | str] = {}
+        self.sites = self._select_sites()
         self.losses: list[Evaluated] = []
         self.on_gpu = any(parameter.is_cuda for parameter in model.module.parameters())
         self.clock = Clock(on_gpu=self.on_gpu)
-        self.gauge = Gauge(spec, self.metrics, self.sites, self.settings, self.clock)
+        self.gauge = Gauge(spec, self.metrics, self.sites, self.settings, self.clock, self.norms)
         count, length = windows.token_ids.shape
         self.pools = plan_pools(count, length, spec.batch_points)
-        largest = max(pool.stop - pool.start for pool in self.pools) * length
+        if not self.sites and self.loss is None:
+            # Weights alone were asked for: no text goes through the model.
+            self.pools = []
+        largest = max((pool.stop - pool.start for pool in self.pools), default=0) * length
         self.rooms = Rooms(len(self.sites), largest)
+
+    def _select_sites(self) -> tuple[Site, ...]:
+        """What the Spec asks for; what is inside a norm shows only where the norm is understood."""
+        of_norms = any(metric.needs == "norm" for metric in self.metrics)
+        states = [pattern for pattern in self.spec.sites if not pattern.endswith(".weight")]
+        asked = select_sites(self.model.layout, states, stages=of_norms)
+        inside = [site for site in asked if site.name in FINAL_NORM_SITES[:2]]
+        if inside or of_norms:
+            self.norms = read_norms(self.model.module, self.model.layout)
+        closed = [site for site in inside if isinstance(self.norms[site.stack], str)]
+        self.notes += [f"{site.name} was not measured: {self.norms[site.stack]}" for site in closed]
+        return tuple(site for site in asked if site not in closed)
 
     def run(self, progress: bool) -> Unit:
         count, length = self.windows.token_ids.shape
@@ -240,7 +267,7 @@ class _Walk:
                 self.rooms.keep(site, state, places[state.device][rows])
 
             try:
-                captured = capture(self.model, ids, self.sites, keep)
+                captured = capture(self.model, ids, self.sites, keep, self.norms)
                 loss = None
                 if self.loss is not None:
                     seeds = [seed_for(self.spec.seed, window, 2) for window in range(start, stop)]
@@ -292,6 +319,9 @@ class _Walk:
         for site, owners in self.gauge.collect_owners(self.rooms).items():
             prefix = f"owners/{site.stack or ''}/{site.name}"
             attachments |= owners.attach(prefix, self._decode, self.corpus.titles)
+        weights = list(self._weigh())
+        for site, _, _, _, survey in weights:
+            attachments |= {} if survey is None else survey.attachments(f"weights/{site.name}")
         provenance = {
             "time": datetime.now(UTC).isoformat(timespec="seconds"),
             "seconds": round(seconds, 3),
@@ -308,7 +338,21 @@ class _Walk:
             "checks": list(self.model.checks),
             "notes": list(dict.fromkeys(self.notes)),
         }
-        return Unit(spec=self.spec, provenance=provenance, records=tuple(self._records()), attachments=attachments)
+        records = [*self._records()]
+        records += [
+            self._record(site, ROWS, metric, answer, 0, variant) for site, metric, variant, answer, _ in weights
+        ]
+        return Unit(spec=self.spec, provenance=provenance, records=tuple(records), attachments=attachments)
+
+    def _weigh(self) -> Iterator[WeightRecord]:
+        """The matrices of embeddings that the Spec asks for."""
+        asked = [pattern for pattern in self.spec.sites if pattern.endswith(".weight")]
+        names = [name for name in WEIGHT_SITES if any(fnmatchcase(name, pattern) for pattern in asked)]
+        if len(names) < len(asked) and "*" not in "".join(asked):
+            raise SpecError(f"sites of weights are {' and '.join(WEIGHT_SITES)}; came {', '.join(asked)}")
+        yield from weight_records(
+            self.model.module, names, [metric.name for metric in self.metrics], seed=self.spec.seed
+        )
 
     def _cost(self, seconds: float) -> dict[str, float]:
         """Seconds by what they were spent on."""
@@ -319,20 +363,28 @@ class _Walk:
         return self.model.tokenizer.convert_ids_to_tokens(token)
 
     def _records(self) -> Iterator[Record]:
-        for site, metric in itertools.product(self.sites, self.metrics):
+        for site, metric in itertools.product(self.sites, self.gauge.metrics):
             for population in self.gauge.populations(metric):
                 yield self._answer(site, population, metric)
+        for part, metric in itertools.product(self.model.layout.stacks, self.gauge.of_norms):
+            site, norm = Site(name="final_norm", stack=part.name), self.norms[part.name]
+            for population in self.gauge.populations(metric):
+                if isinstance(norm, Norm):
+                    yield self._answer(site, population, metric)
+                else:
+                    yield self._missing(site, population, metric, part.width or 0, norm)
         if self.loss is not None:
             output = Site(name="output")
-            answer = (
-                summarize(self.losses, self.loss, 1, self.settings)
-                if self.losses
-                else Estimate.from_values(
-                    (), null=math.nan, points=0, dropped=0, dim=1, note="the model has no language-model head"
-                )
-            )
-            measured = self.windows.token_ids.size
-            yield self._record(output, "all", self.loss, answer, measured - answer.points)
+            if not self.losses:
+                yield self._missing(output, "all", self.loss, 1, "the model has no language-model head")
+                return
+            answer = summarize(self.losses, self.loss, 1, self.settings)
+            yield self._record(output, "all", self.loss, answer, self.windows.token_ids.size - answer.points)
+
+    def _missing(self, site: Site, population: str, metric: Metric, dim: int, note: str) -> Record:
+        """The record of a number that this model has not."""
+        answer = Estimate.from_values((), null=math.nan, points=0, dropped=0, dim=dim, note=note)
+        return self._record(site, population, metric, answer, self.windows.token_ids.size)
 
     def _answer(self, site: Site, population: str, metric: Metric) -> Record:
         results = [result for _, result in sorted(self.gauge.results[site, population, metric].items())]

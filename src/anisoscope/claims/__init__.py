@@ -11,7 +11,9 @@ batches for one model at its last checkpoint, models for a kind, seeds for a tra
 `holds` is None and the text says what is missing. Checkpoints known not to be what they say are left out.
 """
 
+from anisoscope.claims.correlations import Correlation as Correlation
+from anisoscope.claims.correlations import correlate_table as correlate_table
 from anisoscope.claims.verdicts import Verdict as Verdict
 from anisoscope.claims.verdicts import judge as judge
 
-__all__ = ["Verdict", "judge"]
+__all__ = ["Correlation", "Verdict", "correlate_table", "judge"]

@@ -260,37 +260,40 @@ def bound_rise_and_fall(values: np.ndarray, pools: np.ndarray, how: Resampling) 
 
         t = min(√(RSS_rising - RSS_unimodal), √(RSS_falling - RSS_unimodal)) / s
 
-    A flat series is the monotone one that looks unimodal most often. So p of each part is read from flat series made of
-    resampled residuals, s resampled with them, and the larger p is taken: both monotone shapes must be refuted. (p is
-    not doubled: there is no other side.) Pools are allowed for as in `bound_peak`, but s is a mean over steps.
+    A flat series is the monotone one that looks unimodal most often. So p of each part is read from flat series, and
+    the larger is taken: both monotone shapes must be refuted. (p is not doubled: there is no other side.) A flat series
+    is what pools do, each times a normal number (a wild bootstrap), with an s of its own; pools move neighbouring
+    steps together, and single batches would hide that. With fewer than 3 pools it is what batches do.
 
-    The effect is the smaller of the fit's rise and fall; its interval and the peak's are quantiles over resamples of
-    the series, and begin at no rise or fall where p is above 1 - level.
+    The effect is the smaller of the fit's rise and fall; its interval and the peak's are quantiles over series moved
+    likewise, and begin at no rise or fall where p is above 1 - level.
     """
     batches, tail = len(values), 1 - how.level
     series = values.mean(0)
-    residuals = values - series
-    paired = residuals - residuals.mean(1, keepdims=True)
-    total = (paired**2).sum() / (batches - 1)
-    # One number for the whole series, since its fit has one: the pools' mean squares over those of the batches.
-    inflation = float(np.average(design_effect(paired, pools), weights=(paired**2).sum(0) + 1e-300))
-    error = math.sqrt(total * inflation / batches / values.shape[1])
-    # Satterthwaite: a mean over steps that do not move together has more degrees of freedom than one of them.
-    covariance = paired.T @ paired
-    steps_apart = np.trace(covariance) ** 2 / np.sum(covariance**2) if total > 0 else 1.0
-    freedom = min(batches - 1.0, _freedom(pools) * float(steps_apart))
+    paired = values - series
+    paired = paired - paired.mean(1, keepdims=True)
+    variance = (paired**2).sum(0) / (batches - 1) * design_effect(paired, pools)
+    error = math.sqrt(variance.mean() / batches)
 
-    weights = resampled_weights(batches, how.resamples, how.seed)
-    moved = weights @ residuals
-    spread = np.sqrt(np.maximum(0.0, (weights @ paired**2 - (weights @ paired) ** 2).mean(1)) / (batches - 1))
+    freedom = _freedom(pools)
+    _, units, sizes = np.unique(
+        pools if freedom < batches - 1 else np.arange(batches), return_inverse=True, return_counts=True
+    )
+    moves = np.stack([paired[units == unit].mean(0) for unit in range(len(sizes))])
+    signs = np.random.default_rng(how.seed).normal(size=(how.resamples, len(sizes)))
+    moved = signs * sizes / batches @ moves
+    between = (signs**2 * sizes @ moves**2 - batches * moved**2).mean(1) / freedom
+    spread = np.sqrt(np.maximum(0.0, between) / batches)
     fit, flat = _fit_unimodal(series[None, :]), _fit_unimodal(moved)
     p = 0.0
     for gain, flat_gains in ((fit.over_rising, flat.over_rising), (fit.over_falling, flat.over_falling)):
         draws = np.divide(np.sqrt(flat_gains), spread, out=np.zeros_like(spread), where=spread > 0)
-        critical = _critical(draws, batches, freedom, tail, values.shape[1])
+        critical = np.maximum(np.quantile(draws, how.level, method="higher"), _beyond(tail, freedom))
         p = max(p, float(_p_beyond(_errors_off(np.sqrt(gain[0]), error), critical, freedom, tail)))
-    widening = _beyond(tail / 2, freedom) / _beyond(tail / 2, batches - 1)
-    again = _fit_unimodal(series + math.sqrt(inflation) * widening * moved)
+
+    # As far as s says, and as Student's t is wider than the normal numbers.
+    scale = error / math.sqrt((moved**2).mean()) if error else 0.0
+    again = _fit_unimodal(series + scale * float(_beyond(tail / 2, freedom) / _beyond(tail / 2, 1e9)) * moved)
     low, high = np.quantile(np.minimum(again.rise, again.fall), (tail / 2, 1 - tail / 2))
     first, last = np.quantile(again.place, (tail / 2, 1 - tail / 2), method="nearest")
     rise, fall = float(fit.rise[0]), float(fit.fall[0])

@@ -33,6 +33,8 @@ GROWTH_MARGIN = 0.05
 MIN_CHECKPOINTS = 5
 MIN_SEEDS = 3
 FIRST_PUBLISHED_STEP = 1000
+# A rise and fall that is surely smaller than this share of the highest value is none.
+SMALLEST_PEAK = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,9 +217,11 @@ def _seeds_peak(series: np.ndarray, how: Resampling) -> Finding:
     others = [np.delete(series, seed, axis=0).mean(0) for seed in range(len(series))]
     effects = [rise_and_fall_elsewhere(one, rest) for one, rest in zip(series, others, strict=True)]
     found = student(effects, margin=0.0, level=how.level, overlap=1 / (len(series) - 1))
+    # A true series that never falls has an effect of zero, not below it: only smallness can speak against the claim.
+    too_small = found.high < SMALLEST_PEAK * series.mean(0).max()
     return Finding(
         claim="rises then falls",
-        supported=on_side(found, 0.0, above=True),
+        supported=False if too_small else True if found.low > 0 else None,
         effect=found.effect,
         interval=found.interval,
         p=found.p_above,

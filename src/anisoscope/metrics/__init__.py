@@ -1,6 +1,20 @@
 """The mathematics: one view of a cloud in, one number out. Importing this registers every metric."""
 
-from anisoscope.metrics import angles, linearity, neighbors, output, spectrum
+from anisoscope.metrics import angles, contextuality, final_norm, linearity, neighbors, output, rogue, spectrum, weights
 from anisoscope.metrics.declaration import Metric, all_metrics, find_metrics, metric
 
-__all__ = ["Metric", "all_metrics", "angles", "find_metrics", "linearity", "metric", "neighbors", "output", "spectrum"]
+__all__ = [
+    "Metric",
+    "all_metrics",
+    "angles",
+    "contextuality",
+    "final_norm",
+    "find_metrics",
+    "linearity",
+    "metric",
+    "neighbors",
+    "output",
+    "rogue",
+    "spectrum",
+    "weights",
+]

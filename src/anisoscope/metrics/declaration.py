@@ -16,6 +16,9 @@ Null = Literal["isotropic", "independent", "exact", "control", "none"]
 SPECTRAL = ("all", "typical")
 DIMENSIONAL = ("all", "types", "matched")
 
+# What a family brings along besides its members: the final norm is about what it does to these, stage by stage.
+BRINGS = {"final_norm": ("mean_cosine", "isoscore", "leading_variance")}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Metric:
@@ -35,6 +38,8 @@ class Metric:
     null: Null
     closed_form: Callable[[int, int], float] | None
     """The null as a function of points and dimensions, for `exact` and `independent`."""
+    control: Callable[[Any], Tensor] | None
+    """The null as a function of the same view, for `control`: what the same points give with the effect undone."""
     reason: str
     """Why there is no null, for `none`."""
     populations: tuple[str, ...]
@@ -75,6 +80,7 @@ def metric(
     invariant_to: str = "translation rotation scale",
     bounds: tuple[float, float] = (0.0, float("inf")),
     closed_form: Callable[[int, int], float] | None = None,
+    control: Callable[[Any], Tensor] | None = None,
     reason: str = "",
     populations: tuple[str, ...] = SPECTRAL,
     settings: tuple[str, ...] = (),
@@ -88,6 +94,8 @@ def metric(
     """Declare and register a metric; third parties do the same in the entry-point group `anisoscope.metrics`."""
     if null in ("exact", "independent") and closed_form is None:
         raise TypeError(f"a metric with null {null!r} needs its closed form")
+    if null == "control" and control is None:
+        raise TypeError("a metric with null 'control' needs its control")
     if null == "none" and not reason:
         raise TypeError("a metric without a null needs a reason")
 
@@ -103,6 +111,7 @@ def metric(
             cite=cite,
             null=null,
             closed_form=closed_form,
+            control=control,
             reason=reason,
             populations=populations,
             settings=settings,
@@ -148,6 +157,7 @@ def find_metrics(names: Iterable[str], *, gride_scales: Iterable[int] = ()) -> l
         elif name in families:
             members = (item for item in known.values() if item.family == name)
             found |= {item.name: item for item in members if item.default or item.name in scales}
+            found |= {other: known[other] for other in BRINGS.get(name, ())}
         else:
             close = difflib.get_close_matches(name, [*known, *sorted(families)], n=3)
             hint = f"did you mean {' or '.join(close)}?" if close else "`anisoscope ls metrics` lists them"

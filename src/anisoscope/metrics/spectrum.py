@@ -134,10 +134,15 @@ def partition_isotropy(points: Float[Tensor, "n d"]) -> Float[Tensor, ""]:
     doubling the points can take .09 to .008. Deviation from the source: both signs of every eigenvector (an
     eigenvector's sign is arbitrary, so one sign alone is not well defined); always at most the one-sign value.
     """
+    partitions = log_partitions(points)
+    ratio = torch.exp(partitions.min() - partitions.max())
+    return torch.where(ratio > 0, ratio, torch.nan)
+
+
+def log_partitions(points: Float[Tensor, "n d"]) -> Float[Tensor, " c"]:
+    """Logarithm of Z(c) for both signs of every eigenvector c of XᵀX."""
     exact = points.double()
     scaled = exact / power_of_two_scale(exact)
     axes = torch.linalg.eigh(scaled.T @ scaled).eigenvectors
     projections = exact @ axes
-    partitions = torch.cat([torch.logsumexp(projections, 0), torch.logsumexp(-projections, 0)])
-    ratio = torch.exp(partitions.min() - partitions.max())
-    return torch.where(ratio > 0, ratio, torch.nan)
+    return torch.cat([torch.logsumexp(projections, 0), torch.logsumexp(-projections, 0)])

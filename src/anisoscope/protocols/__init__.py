@@ -22,6 +22,8 @@ class Protocol:
     models: tuple[str, ...]
     dynamics: tuple[str, ...]
     """Models the paper follows over training."""
+    revisions: tuple[str, ...]
+    """At these checkpoints, where it names them."""
     notes: tuple[str, ...]
 
 
@@ -46,5 +48,6 @@ def load_protocol(name: str) -> Protocol:
         spec={name: tuple(value) if isinstance(value, list) else value for name, value in data["spec"].items()},
         models=tuple(data["models"]["encoders"] + data["models"]["decoders"]),
         dynamics=tuple(data["models"]["dynamics"]),
+        revisions=tuple(data["models"].get("revisions", ())),
         notes=tuple(data["notes"]),
     )
