@@ -592,7 +592,8 @@ def race_sweep(peers: None, quick: bool) -> Iterator[Result]:
                 next(module.parameters()).mul_(1.01)
             module.save_pretrained(folder / "run" / f"checkpoint-{step}")
             tokenizer.save_pretrained(folder / "run" / f"checkpoint-{step}")
-        specs = plan_specs(find_checkpoints(str(folder / "run")), ["pydoc"], {"tokens": POINTS, "batch_points": POINTS // 4})
+        settings = {"tokens": POINTS, "batch_points": POINTS // 4}
+        specs = plan_specs(find_checkpoints(str(folder / "run")), ["pydoc"], settings)
         stores = iter(range(1000))
 
         def sweep() -> None:

@@ -283,3 +283,22 @@ def test_a_profile_line_starts_at_zero() -> None:
     assert sparkline([0.0, math.nan, 1.0]) == "▁ █"
     assert sparkline([-1.0, 0.0, 1.0]) == "▁▅█"
     assert sparkline([math.nan]) == ""
+
+
+def test_counterfactuals_change_the_final_norm_and_name_each_variant(
+    saved_models: dict[str, Path], corpus_file: Path, tmp_path: Path
+) -> None:
+    folder, small = saved_models["decoder"], ("--tokens", "2048", "--seq-len", "64", "--batch-points", "256")
+    words = ("measure", folder, "--corpus", corpus_file, *small, "--counterfactuals", "--swap-norm", folder)
+    done = call(*words, "-o", tmp_path / "run", "--json")
+    assert done.exit_code == 0, done.stderr
+    rows = json.loads(done.stdout)
+    losses = {row["variant"]: row["value"] for row in rows if row["metric"] == "loss"}
+    assert {"norm=own", "bias=0", "bias=-gain*mean", "gain=1", f"norm={folder}"} <= set(losses)
+    # Its own norm in place of its own norm is no change at all.
+    assert losses["norm=own"] == losses[f"norm={folder}"]
+    assert losses["bias=-gain*mean"] != losses["norm=own"]
+    assert len(Store(tmp_path / "run").keys()) == 1
+    encoder = call("measure", saved_models["encoder"], "--corpus", corpus_file, *small, "--counterfactuals")
+    assert encoder.exit_code == 1
+    assert "there is no final norm" in encoder.stderr

@@ -99,6 +99,13 @@ def measure(
     config: Config = None,
     owners: Annotated[bool, typer.Option("--owners", help="List who owns the leading axis of each site.")] = False,
     full: Annotated[bool, typer.Option("--full", help="Print every record as a row.")] = False,
+    counterfactuals: Annotated[
+        bool, typer.Option("--counterfactuals", help="Isotropy and loss with another gain and bias in the final norm.")
+    ] = False,
+    swap_norm: Annotated[
+        list[str] | None,
+        typer.Option(help="With --counterfactuals: also the final norm of MODEL@REVISION; repeatable."),
+    ] = None,
     output: Output = None,
     as_json: Json = False,
     debug: Debug = False,
@@ -113,6 +120,9 @@ def measure(
         names, settings = _merge(models or [], given, protocol)
         run = pick(flags, run_flags) | {"progress": not as_json}
         specs = [Spec(model=name, **settings) for name in names]
+        if counterfactuals:
+            _change_norms(specs, run, swap_norm or [], output, as_json)
+            return
         units, failed = _measure_all(specs, run, output)
         _print_units(units, as_json=as_json, owners=owners, full=full)
         if units and output is None and not as_json:
@@ -168,6 +178,28 @@ def _measure_all(specs: list[Spec], run: dict[str, Any], output: Path | None) ->
             _say(f"{spec.model}: {_sentence(error)}")
             failed = failed or (USAGE if isinstance(error, SpecError) else FAILED)
     return units, failed
+
+
+def _change_norms(specs: list[Spec], run: dict[str, Any], swaps: list[str], output: Path | None, as_json: bool) -> None:
+    """Each model with its own final norm and with others."""
+    from anisoscope.counterfactuals import measure_counterfactuals, norm_of
+    from anisoscope.models import load_model
+    from anisoscope.printing import print_counterfactuals
+    from anisoscope.store import Store
+
+    loading = {name: value for name, value in run.items() if name not in ("batch_size", "progress")}
+    others = {}
+    for name in swaps:
+        model, _, revision = name.partition("@")
+        others[name] = norm_of(load_model(model, revision=revision or None, dtype=specs[0].dtype, **loading))
+    units = [measure_counterfactuals(spec, swaps=others, **run) for spec in specs]
+    for unit in units:
+        if output is not None:
+            Store(output).put(unit)
+        if not as_json:
+            print_counterfactuals(unit)
+    if as_json:
+        print(json.dumps([record.as_json() for unit in units for record in unit.records], ensure_ascii=False))
 
 
 def _print_units(units: list[Any], *, as_json: bool, owners: bool, full: bool) -> None:

@@ -85,7 +85,7 @@ class Store:
             data = save(arrays)
             metadata["attachments_sha256"] = hashlib.sha256(data).hexdigest()
             attached = self._write(_attachment_name(unit.key, metadata["attachments_sha256"]), data)
-        rows = [asdict(record) for record in unit.records]
+        rows = [vars(record) for record in unit.records]
         schema = SCHEMA.with_metadata({_METADATA: json.dumps(metadata).encode()})
         try:
             self._write(path.name, _to_parquet(pa.Table.from_pylist(rows, schema=schema)), once=True)
