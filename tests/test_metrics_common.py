@@ -30,8 +30,10 @@ def each_metric_of(metrics: Iterable[Metric]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("metric", list(metrics), ids=lambda metric: metric.name)
 
 
-# Metrics of the final norm take its gain and bias besides points: tests/test_norms.py.
-OF_POINTS = [item for item in all_metrics().values() if item.needs != "norm"]
+# Metrics of the final norm take its gain and bias besides points, those of attention no points at all:
+# tests/test_norms.py, tests/test_drift.py.
+OF_PARTS = {"norm", "heads", "attention"}
+OF_POINTS = [item for item in all_metrics().values() if item.needs not in OF_PARTS]
 
 
 def each_metric_invariant_to(change: str) -> pytest.MarkDecorator:
@@ -111,7 +113,7 @@ def test_a_declaration_is_complete(metric: Metric) -> None:
     assert isinstance(metric.version, int)
     assert metric.version >= 1
     assert metric.family
-    assert hasattr(Cloud, metric.needs) or metric.needs in {"norm", *(item.name for item in fields(Cloud))}
+    assert hasattr(Cloud, metric.needs) or metric.needs in {*OF_PARTS, *(item.name for item in fields(Cloud))}
     assert metric.invariant_to <= {"translation", "rotation", "scale"}
     assert metric.bounds[0] < metric.bounds[1]
     assert metric.populations
@@ -140,7 +142,10 @@ def test_these_metrics_exist() -> None:
                 for form in ("", "_adjusted")
             ),
         },
-        "drift": {"rogue_share", "rogue_share_3", "rogue_r2_1", "rogue_r2_3", "rogue_r2_5"},
+        "drift": {
+            *("rogue_share", "rogue_share_3", "rogue_r2_1", "rogue_r2_3", "rogue_r2_5"),
+            *("query_drift", "key_drift", "query_key_drift", "attention_entropy"),
+        },
         "isotropy": {
             "isoscore",
             "isoscore_star",
@@ -570,7 +575,7 @@ def test_metrics_of_installed_packages_are_found(monkeypatch: pytest.MonkeyPatch
 
 
 def default_metrics_of_a_matrix() -> list[str]:
-    return [item.name for item in all_metrics().values() if item.needs not in ("losses", "pair", "norm")]
+    return [item.name for item in all_metrics().values() if item.needs not in {"losses", "pair", *OF_PARTS}]
 
 
 def test_every_metric_of_points_is_measured_through_estimate_with_null_and_without_spread() -> None:

@@ -550,6 +550,18 @@ class TestHub:
         rows = Store(tmp_path / "run").table().select(["revision", "suspect", "value"]).to_pylist()
         assert {row["revision"] for row in rows if row["suspect"]} == {"step1", "step3"}
 
+    @pytest.mark.xdist_group("ray")
+    def test_on_ray_files_are_fetched_by_tasks_of_their_own(
+        self, hub: Hub, corpus_file: Path, tmp_path: Path, undisturbed: pa.Table
+    ) -> None:
+        pytest.importorskip("ray")
+        done = self.sweep(hub, corpus_file, tmp_path, "--engine", "ray", "--workers", "1")
+        assert done.returncode == 0, done.stderr
+        table = Store(tmp_path / "run").table()
+        assert table["step"].unique().to_pylist() == list(STEPS[:4])
+        assert len(hub.downloads("*.safetensors")) == 4
+        assert not list((tmp_path / "scratch").rglob("*.safetensors"))
+
     def test_a_dry_run_says_what_would_be_downloaded(self, hub: Hub, corpus_file: Path, tmp_path: Path) -> None:
         done = self.sweep(hub, corpus_file, tmp_path, "--dry-run", "--json")
         assert done.returncode == 0, done.stderr

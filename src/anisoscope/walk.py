@@ -17,6 +17,9 @@ import torch
 from torch import Tensor
 
 import anisoscope
+from anisoscope.attention import VIEWS as OF_ATTENTION
+from anisoscope.attention import WINDOWS as ATTENTION_WINDOWS
+from anisoscope.attention import attention_records
 from anisoscope.capture import capture, token_losses
 from anisoscope.cloud import Cloud, Tokens
 from anisoscope.corpora import Corpus, load_corpus
@@ -182,7 +185,8 @@ class _Walk:
         self.settings = _settings(spec)
         metrics = find_metrics([name for name, _ in spec.metrics if isinstance(name, str)])
         self.loss = next((metric for metric in metrics if metric.needs == "losses"), None)
-        self.metrics = [metric for metric in metrics if metric.needs != "losses"]
+        self.metrics = [metric for metric in metrics if metric.needs not in ("losses", *OF_ATTENTION)]
+        self.of_attention = [metric.name for metric in metrics if metric.needs in OF_ATTENTION]
         self.batch_size = batch_size or max(1, FORWARD_TOKENS // spec.seq_len)
         self.notes = [*corpus.notes, *windows.notes, *model.notes]
         self.norms: dict[str | None, Norm | str] = {}
@@ -193,8 +197,8 @@ class _Walk:
         self.gauge = Gauge(spec, self.metrics, self.sites, self.settings, self.clock, self.norms)
         count, length = windows.token_ids.shape
         self.pools = plan_pools(count, length, spec.batch_points)
-        if not self.sites and self.loss is None:
-            # Weights alone were asked for: no text goes through the model.
+        if self.loss is None and not (self.sites and self.metrics):
+            # Weights or attention alone were asked for: no states are wanted.
             self.pools = []
         largest = max((pool.stop - pool.start for pool in self.pools), default=0) * length
         self.rooms = Rooms(len(self.sites), largest)
@@ -319,7 +323,7 @@ class _Walk:
         for site, owners in self.gauge.collect_owners(self.rooms).items():
             prefix = f"owners/{site.stack or ''}/{site.name}"
             attachments |= owners.attach(prefix, self._decode, self.corpus.titles)
-        weights = list(self._weigh())
+        weights, attention = list(self._weigh()), list(self._attend())
         for site, _, _, _, survey in weights:
             attachments |= {} if survey is None else survey.attachments(f"weights/{site.name}")
         provenance = {
@@ -342,7 +346,16 @@ class _Walk:
         records += [
             self._record(site, ROWS, metric, answer, 0, variant) for site, metric, variant, answer, _ in weights
         ]
+        records += attention
         return Unit(spec=self.spec, provenance=provenance, records=tuple(records), attachments=attachments)
+
+    def _attend(self) -> Iterator[Record]:
+        """The metrics of attention that the Spec asks for, on the first windows."""
+        ids = torch.from_numpy(self.windows.token_ids)
+        if self.of_attention and len(ids) > ATTENTION_WINDOWS:
+            self.notes.append(f"attention was looked at in the first {ATTENTION_WINDOWS} windows")
+        for site, metric, answer in attention_records(self.model, ids, self.sites, self.of_attention):
+            yield self._record(site, "all", metric, answer, ids.numel() - answer.points)
 
     def _weigh(self) -> Iterator[WeightRecord]:
         """The matrices of embeddings that the Spec asks for."""

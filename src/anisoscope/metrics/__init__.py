@@ -1,6 +1,17 @@
 """The mathematics: one view of a cloud in, one number out. Importing this registers every metric."""
 
-from anisoscope.metrics import angles, contextuality, final_norm, linearity, neighbors, output, rogue, spectrum, weights
+from anisoscope.metrics import (
+    angles,
+    contextuality,
+    drift,
+    final_norm,
+    linearity,
+    neighbors,
+    output,
+    rogue,
+    spectrum,
+    weights,
+)
 from anisoscope.metrics.declaration import Metric, all_metrics, find_metrics, metric
 
 __all__ = [
@@ -8,6 +19,7 @@ __all__ = [
     "all_metrics",
     "angles",
     "contextuality",
+    "drift",
     "final_norm",
     "find_metrics",
     "linearity",
