@@ -84,10 +84,12 @@ def run_ray(jobs: Sequence[Job], orders: Orders, resources: Resources) -> Iterat
 
     ours = not ray.is_initialized()
     if ours:
-        here = {} if os.environ.get("RAY_ADDRESS") else {"include_dashboard": False, "num_cpus": os.cpu_count()}
-        ray.init(log_to_driver=False, **here)
+        # Not by itself: without an address Ray joins whatever cluster it finds on this host.
+        alone = {"address": "local", "include_dashboard": False, "num_cpus": os.cpu_count()}
+        ray.init(log_to_driver=False, **({} if os.environ.get("RAY_ADDRESS") else alone))
     retries = {"max_retries": orders.max_retries}
-    measure = ray.remote(run_job).options(num_cpus=resources.cpus, num_gpus=resources.gpus, **retries)
+    remote, wanted = ray.remote(run_job), {"num_cpus": resources.cpus, "num_gpus": resources.gpus, **retries}
+    measure = remote.options(**wanted)
     bring = ray.remote(_fetch_on_node).options(num_cpus=0, scheduling_strategy="SPREAD", **retries)
     room = resources.workers or _room_on_cluster(ray, resources)
     waiting, running = list(jobs), {}
@@ -111,7 +113,7 @@ def run_ray(jobs: Sequence[Job], orders: Orders, resources: Resources) -> Iterat
                 continue
             node, fetched = answer
             there = NodeAffinitySchedulingStrategy(node, soft=True)
-            running[measure.options(scheduling_strategy=there).remote(job, orders, fetched)] = (job, False)
+            running[remote.options(**wanted, scheduling_strategy=there).remote(job, orders, fetched)] = (job, False)
     finally:
         if ours:
             ray.shutdown()
