@@ -59,6 +59,9 @@ def test_a_name_tells_stage_step_and_tokens_and_nothing_is_guessed(
 def test_tokens_come_from_the_name_the_family_or_the_user() -> None:
     assert place_in_training("EleutherAI/pythia-160m", "step1000").tokens == 1000 * 2_097_152
     assert place_in_training("allenai/OLMo-7B", "step1000-tokens4B").tokens == 4 * 10**9
+    assert place_in_training("EleutherAI/pythia-160m", "step0").tokens == 0
+    assert place_in_training("somebody/else", "step0").tokens == 0
+    assert place_in_training("somebody/else", "stage2-step0").tokens is None
     assert place_in_training("somebody/else", "step1000").tokens is None
     assert place_in_training("somebody/else", "step1000", tokens_per_step=512).tokens == 512_000
     # What the name states counts more than what steps would come to.
@@ -123,7 +126,7 @@ def test_the_checkpoints_of_a_folder_are_found_in_order_with_what_the_trainer_no
     found = find_checkpoints(str(run))
     assert [item.revision for item in found] == ["checkpoint-0", "checkpoint-5", "checkpoint-10", "checkpoint-100"]
     assert [item.step for item in found] == [0, 5, 10, 100]
-    assert [item.tokens for item in found] == [None, 320, 640, 6400]
+    assert [item.tokens for item in found] == [0, 320, 640, 6400]
     assert [item.step for item in find_checkpoints(str(run), revisions="checkpoint-1*")] == [10, 100]
     with pytest.raises(CheckpointError, match="no revision that matches 'epoch"):
         find_checkpoints(str(run), revisions="epoch*")

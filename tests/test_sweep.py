@@ -379,7 +379,9 @@ def test_failures_are_stored_and_tried_again(run_folder: Path, corpus_file: Path
     assert "about" in done.stderr
     failure = Store(store).failures()[0]
     assert failure["error"] == "ModelError"
+    # As it was raised where it happened, not once more wrapped.
     assert "corrupt or cut short" in failure["message"]
+    assert not failure["message"].startswith("ModelError")
     (run / "checkpoint-2" / "model.safetensors").write_bytes(whole)
     again = subprocess.run(sweep_command(run, corpus_file, store, "--json"), capture_output=True, text=True)
     assert again.returncode == 0

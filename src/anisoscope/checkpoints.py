@@ -83,7 +83,10 @@ def _list_family(model: str) -> tuple[list[str], dict[str, str]]:
 
 def _describe(model: str, revision: str | None, commit: str | None, tokens_per_step: int | None) -> Checkpoint:
     place = place_in_training(model, revision, tokens_per_step=tokens_per_step)
-    tokens = place.tokens or _trainer_state(model, revision).get("num_input_tokens_seen") or None
+    tokens = place.tokens
+    if tokens is None:
+        # The Trainer writes 0 where it was not told to count.
+        tokens = _trainer_state(model, revision).get("num_input_tokens_seen") or None
     return Checkpoint(model=model, revision=revision, commit=commit, stage=place.stage, step=place.step, tokens=tokens)
 
 

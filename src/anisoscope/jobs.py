@@ -62,6 +62,8 @@ class Outcome:
 
     spec: Spec
     error: str | None = None
+    noted: bool = False
+    """Whether the store has the error already, as it was raised."""
     unit: Unit | None = None
     """Only where the store could not be reached from where it was made."""
 
@@ -153,7 +155,7 @@ def _make_unit(task: Task, loaded: _Loaded, orders: Orders, store: Store | None)
             if attempt == orders.max_retries or not _may_pass(error):
                 if store is not None:
                     store.put_failure(task.spec, error)
-                return Outcome(spec=task.spec, error=f"{type(error).__name__}: {error}")
+                return Outcome(spec=task.spec, error=f"{type(error).__name__}: {error}", noted=store is not None)
             time.sleep(PAUSE_SECONDS * 2**attempt)
     raise AssertionError("the last attempt returns")
 

@@ -76,6 +76,9 @@ def place_in_training(model: str, revision: str | None, *, tokens_per_step: int 
     tokens, per_step = place.tokens, tokens_per_step or look_up(TOKENS_PER_STEP, model)
     if tokens is None and place.step is not None and per_step is not None:
         tokens = place.step * per_step
+    if tokens is None and place.step == 0 and stage is None:
+        # Before its first step a training has seen nothing, whatever the size of its steps.
+        tokens = 0
     return Place(stage=stage, step=place.step, tokens=tokens)
 
 

@@ -137,5 +137,5 @@ def _settle(store: Store, outcome: Outcome) -> None:
     """Store here what could not be stored where it was made."""
     if outcome.unit is not None:
         store.put(outcome.unit)
-    elif outcome.error is not None and outcome.spec.key not in store:
+    elif outcome.error is not None and not outcome.noted and outcome.spec.key not in store:
         store.put_failure(outcome.spec, ModelError(outcome.error))
