@@ -26,19 +26,20 @@ def labels(n: int, kinds: int, *, seed: int = 0) -> Tensor:
     return torch.randint(kinds, (n,), generator=torch.Generator().manual_seed(seed)).square()
 
 
-def evaluated(name: str, points: Tensor, ids: Tensor | None = None, documents: Tensor | None = None) -> Evaluated:
+def evaluated(name: str, points: Tensor, ids: Tensor | None = None, sentences: Tensor | None = None) -> Evaluated:
     zeros = torch.zeros(len(points), dtype=torch.int64)
     tokens = Tokens(
         ids=zeros if ids is None else ids,
         positions=zeros,
-        documents=zeros if documents is None else documents,
+        documents=zeros,
+        sentences=zeros if sentences is None else sentences,
         special=zeros.bool(),
     )
     return evaluate(Cloud(points=points, tokens=tokens), all_metrics()[name], {})
 
 
-def value_of(name: str, points: Tensor, ids: Tensor | None = None, documents: Tensor | None = None) -> float:
-    return float(evaluated(name, points, ids, documents).value)
+def value_of(name: str, points: Tensor, ids: Tensor | None = None, sentences: Tensor | None = None) -> float:
+    return float(evaluated(name, points, ids, sentences).value)
 
 
 def cosines_of(points: Tensor) -> Tensor:
@@ -83,10 +84,10 @@ def test_similarities_by_hand() -> None:
     assert value_of("inter_similarity", points, ids) == pytest.approx((0.6 + 0.6 + 1 + 0.8) / 8)
     assert value_of("intra_similarity", points, ids) == pytest.approx(0.9)
     # Mean of the first two along (1, 0): cosines 1, 1. Of the others along (3, 14).
-    documents = torch.tensor([0, 0, 5, 5, 5])
+    sentences = torch.tensor([0, 0, 5, 5, 5])
     length = math.hypot(3, 14)
     expected = (1 + 1 + 14 / length + (9 + 56) / (5 * length) + 14 / length) / 5
-    assert value_of("intra_sentence_similarity", points, documents=documents) == pytest.approx(expected, rel=1e-12)
+    assert value_of("intra_sentence_similarity", points, sentences=sentences) == pytest.approx(expected, rel=1e-12)
 
 
 def test_types_that_never_change_have_similarity_one_and_types_that_say_nothing_none() -> None:
@@ -156,10 +157,10 @@ def test_sums_of_parts_are_the_sums_of_the_whole(cuts: list[int]) -> None:
 # A token in its passage
 
 
-def passage_by_loops(points: Tensor, documents: Tensor) -> float:
+def passage_by_loops(points: Tensor, sentences: Tensor) -> float:
     cosines = []
-    for document in documents.unique():
-        rows = points[documents == document].double()
+    for sentence in sentences.unique():
+        rows = points[sentences == sentence].double()
         if len(rows) >= 2:
             cosines += torch.nn.functional.cosine_similarity(rows, rows.mean(0, keepdim=True)).tolist()
     return float(np.mean(cosines))
@@ -167,24 +168,24 @@ def passage_by_loops(points: Tensor, documents: Tensor) -> float:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_intra_sentence_similarity_is_the_mean_cosine_with_the_mean(dtype: torch.dtype) -> None:
-    documents = labels(120, 40)
-    points = (normal(120, 9) + 0.4 * documents[:, None].cos() + 0.2).to(dtype)
-    own = passage_by_loops(points, documents)
-    dealt = passage_by_loops(points, deal_labels(documents))
-    assert value_of("intra_sentence_similarity", points, documents=documents) == pytest.approx(own, abs=1e-7)
-    found = evaluated("intra_sentence_similarity_adjusted", points, documents=documents)
+    sentences = labels(120, 40)
+    points = (normal(120, 9) + 0.4 * sentences[:, None].cos() + 0.2).to(dtype)
+    own = passage_by_loops(points, sentences)
+    dealt = passage_by_loops(points, deal_labels(sentences))
+    assert value_of("intra_sentence_similarity", points, sentences=sentences) == pytest.approx(own, abs=1e-7)
+    found = evaluated("intra_sentence_similarity_adjusted", points, sentences=sentences)
     assert float(found.value) == pytest.approx(own - dealt, abs=1e-7)
-    assert float(evaluated("intra_sentence_similarity", points, documents=documents).control) == pytest.approx(dealt)
+    assert float(evaluated("intra_sentence_similarity", points, sentences=sentences).control) == pytest.approx(dealt)
 
 
 def test_random_passages_of_k_isotropic_points_read_one_over_root_k_and_nothing_when_adjusted() -> None:
     for size in (4, 25, 100):
-        documents = torch.arange(4000) // size
+        sentences = torch.arange(4000) // size
         points = normal(4000, 300)
-        assert value_of("intra_sentence_similarity", points, documents=documents) == pytest.approx(
+        assert value_of("intra_sentence_similarity", points, sentences=sentences) == pytest.approx(
             1 / math.sqrt(size), rel=0.02
         )
-        assert abs(value_of("intra_sentence_similarity_adjusted", points, documents=documents)) < 2e-3
+        assert abs(value_of("intra_sentence_similarity_adjusted", points, sentences=sentences)) < 2e-3
 
 
 def test_dealing_keeps_the_sizes_of_groups() -> None:
@@ -258,8 +259,8 @@ def test_a_matrix_with_token_ids_is_measured_and_its_null_is_the_control() -> No
 )
 def test_what_a_point_is_must_be_said(name: str, wanted: str) -> None:
     with pytest.raises(SpecError, match=f"compares occurrences; give {wanted}="):
-        estimate(normal(50, 4), [name], documents=torch.zeros(50).long())
-    with pytest.raises(SpecError, match="give documents="):
+        estimate(normal(50, 4), [name], sentences=torch.zeros(50).long())
+    with pytest.raises(SpecError, match="give sentences="):
         estimate(normal(50, 4), ["intra_sentence_similarity"], token_ids=torch.zeros(50).long())
     with pytest.raises(SpecError, match="not known which token a point is"):
         evaluate(Cloud(points=normal(50, 4)), all_metrics()["intra_similarity"], {})

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,14 @@ import anisoscope as an
 from anisoscope.attention import Seen, attention_records, eager_attention, look_at_attention
 from anisoscope.capture import capture
 from anisoscope.corpora import load_corpus
-from anisoscope.drift import common_drift, follow_drift, rare_drift
+from anisoscope.drift import follow_drift
 from anisoscope.errors import SpecError
 from anisoscope.metrics import all_metrics
 from anisoscope.metrics.drift import AttentionRows, Heads, attention_entropy, key_drift, query_drift, query_key_drift
+from anisoscope.metrics.updates import RowUpdates, common_drift, common_drift_share, rare_drift
 from anisoscope.models import Model, adopt_model, load_model, sites_of
 from anisoscope.records import Checkpoint, Site
+from anisoscope.store import Store
 from anisoscope.walk import draw, measure
 
 NAMES = ("query_drift", "key_drift", "query_key_drift", "attention_entropy")
@@ -398,22 +401,25 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
+def moved(before: Tensor, after: Tensor, state: Tensor, counts: np.ndarray | None = None) -> RowUpdates:
+    return RowUpdates.between(before, after, state, np.ones(len(before), int) if counts is None else counts)
+
+
 def test_common_drift_known_answers() -> None:
     before, state = normal(100, 8), normal(8, seed=1)
-    against = common_drift(before, before - 0.1 * state, state)
-    assert (against.cosine, against.share) == (pytest.approx(1), pytest.approx(1))
-    along = common_drift(before, before + 0.1 * state, state)
-    assert (along.cosine, along.share) == (pytest.approx(-1), pytest.approx(1))
+    against = moved(before, before - 0.1 * state, state)
+    assert float(common_drift(against)) == pytest.approx(1)
+    assert float(common_drift_share(against)) == pytest.approx(1)
+    assert float(common_drift(moved(before, before + 0.1 * state, state))) == pytest.approx(-1)
     # Half of the rows move by 3a, the others by -a: mean a, mean length 2a.
     moves = torch.where(torch.arange(100) < 50, 3.0, -1.0)[:, None] * state
-    assert common_drift(before, before - moves, state).share == pytest.approx(0.5)
-    still = common_drift(before, before, state)
-    assert math.isnan(still.cosine)
-    assert math.isnan(still.share)
-    shares = [
-        common_drift(torch.zeros(400, 64), normal(400, 64, seed=seed), normal(64)).share ** 2 for seed in range(50)
-    ]
-    assert np.mean(shares) ** 0.5 == pytest.approx(400**-0.5, rel=0.05)
+    assert float(common_drift_share(moved(before, before - moves, state))) == pytest.approx(0.5)
+    still = moved(before, before, state)
+    assert math.isnan(common_drift(still))
+    assert math.isnan(common_drift_share(still))
+    random = [moved(torch.zeros(400, 64), normal(400, 64, seed=seed), normal(64)) for seed in range(50)]
+    assert np.mean([float(common_drift_share(one)) ** 2 for one in random]) ** 0.5 == pytest.approx(400**-0.5, rel=0.05)
+    assert abs(np.mean([float(common_drift(one)) for one in random])) < 4 * (64 * 50) ** -0.5
 
 
 def test_common_drift_is_that_of_a_sum_by_hand_whatever_the_dtype() -> None:
@@ -422,42 +428,32 @@ def test_common_drift_is_that_of_a_sum_by_hand_whatever_the_dtype() -> None:
     mean = [math.fsum(update[j] for update in updates) / 50 for j in range(6)]
     opposite = [-float(item) for item in state]
     cosine = math.fsum(a * b for a, b in zip(mean, opposite, strict=True)) / (math.hypot(*mean) * math.hypot(*opposite))
-    found = common_drift(before, after, state)
-    assert found.cosine == pytest.approx(cosine, rel=1e-12)
-    assert found.share == pytest.approx(math.hypot(*mean) / np.mean([math.hypot(*u) for u in updates]), rel=1e-12)
+    rows = moved(before, after, state)
+    assert float(common_drift(rows)) == pytest.approx(cosine, rel=1e-12)
+    share = math.hypot(*mean) / np.mean([math.hypot(*u) for u in updates])
+    assert float(common_drift_share(rows)) == pytest.approx(share, rel=1e-12)
     with pytest.raises(SpecError, match="cannot be compared"):
-        common_drift(before, after[:9], state)
+        moved(before, after[:9], state)
 
 
 def test_rare_drift_known_answers() -> None:
     counts = np.arange(200)[::-1].copy()  # row 199 never occurs, row 0 most often
-    directions = normal(200, 4)
+    directions, none, state = normal(200, 4), torch.zeros(200, 4), normal(4)
     directions /= directions.norm(dim=1, keepdim=True)
     lengths = torch.ones(200, 1).double()
     lengths[170:] = 3
     lengths[199] = 1000
-    found = rare_drift(torch.zeros(200, 4), lengths * directions, counts)
-    assert (found.rare_over_frequent, found.low, found.high) == tuple(pytest.approx(3) for _ in range(3))
+    assert float(rare_drift(moved(none, lengths * directions, state, counts))) == pytest.approx(3)
     lengths = 1 + normal(200, 1, seed=3).abs()
-    found = rare_drift(torch.zeros(200, 4), lengths * directions, counts)
     # 199 types occur: tenths of 19.
     expected = float(lengths[180:199].mean() / lengths[:19].mean())
-    assert found.rare_over_frequent == pytest.approx(expected)
-    assert found.low < expected < found.high
-    assert found == rare_drift(torch.zeros(200, 4), lengths * directions, np.append(counts, 0))
+    assert float(rare_drift(moved(none, lengths * directions, state, counts))) == pytest.approx(expected)
+    longer = moved(none, lengths * directions, state, np.append(counts, 0))
+    assert float(rare_drift(longer)) == pytest.approx(expected)
     with pytest.raises(SpecError, match="tokens are counted that have no row"):
-        rare_drift(torch.zeros(200, 4), lengths * directions, np.append(counts, 1))
-    assert math.isnan(rare_drift(torch.zeros(200, 4), lengths * directions, counts.clip(max=1) * (counts < 9)).low)
-    assert math.isnan(rare_drift(torch.zeros(200, 4), torch.zeros(200, 4), counts).rare_over_frequent)
-
-
-def test_the_interval_of_rare_drift_holds_as_often_as_it_says() -> None:
-    held = 0
-    for seed in range(100):
-        lengths = (0.3 * normal(400, 1, seed=seed)).exp()
-        found = rare_drift(torch.zeros(400, 1), lengths, np.arange(1, 401), resamples=300, seed=seed)
-        held += found.low <= 1 <= found.high
-    assert 88 <= held <= 100
+        moved(none, lengths * directions, state, np.append(counts, 1))
+    assert math.isnan(rare_drift(moved(none, lengths * directions, state, counts.clip(max=1) * (counts < 9))))
+    assert math.isnan(rare_drift(moved(none, none, state, counts)))
 
 
 def test_a_run_is_followed_interval_by_interval(
@@ -476,10 +472,18 @@ def test_a_run_is_followed_interval_by_interval(
         mean = capture(model, ids, [site]).states[site].mean((0, 1))
         # First against the mean state, then along it.
         module.lm_head.weight.data += (-0.1 if number == 0 else 0.1) * mean
-    expected = [(0, 10, 1), (10, 30, -1)]
     run = [Checkpoint(model=str(tmp_path), revision=f"checkpoint-{step}", step=step) for step in steps]
-    rows = follow_drift(run, spec, device="cpu")
-    assert [(row["from_step"], row["to_step"], round(row["cosine"], 4)) for row in rows] == expected
-    for row in rows:
-        assert [row[name] for name in ("share", "rare_over_frequent", "low", "high")] == pytest.approx([1] * 4, 1e-4)
+    store = Store(tmp_path / "run")
+    units = follow_drift(run, spec, store=store, device="cpu")
+    values = [{record.metric: record.value for record in unit.records} for unit in units]
+    assert [one["common_drift"] for one in values] == pytest.approx([1, -1], abs=1e-4)
+    for one in values:
+        assert (one["common_drift_share"], one["rare_drift"]) == (pytest.approx(1, 1e-4), pytest.approx(1, 1e-4))
+    assert [(unit.records[0].step, unit.records[0].variant) for unit in units] == [(10, "from=0"), (30, "from=10")]
+    assert store.keys() == {unit.spec.key for unit in units}
+    # What is stored is not measured again: nothing could be loaded on such a device.
+    again = follow_drift(run, spec, store=store, device="nowhere")
+    assert [repr(unit.records) for unit in again] == [repr(unit.records) for unit in units]
     assert follow_drift(run[:1], spec, device="cpu") == []
+    with pytest.raises(SpecError, match="compares two checkpoints"):
+        an.measure(replace(spec, metrics=("common_drift",)), model=model.module, tokenizer=model.tokenizer)

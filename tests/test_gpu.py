@@ -24,13 +24,14 @@ def test_every_metric_agrees_between_cpu_and_gpu() -> None:
     points[:40] = points[40:80]
     previous = points @ torch.randn(96, 96, generator=generator)
     count = torch.arange(1024)
-    tokens = Tokens(ids=count % 90, positions=count, documents=count // 64, special=count < 0)
+    tokens = Tokens(ids=count % 90, positions=count, documents=count // 64, sentences=count // 8, special=count < 0)
     here = Cloud(points=points, previous=previous, tokens=tokens, neighbor_count=64)
     there = Cloud(
         points=points.cuda(), previous=previous.cuda(), tokens=tokens.to(torch.device("cuda")), neighbor_count=64
     )
     for metric in all_metrics().values():
-        if metric.needs not in ("losses", "norm"):
+        # Those of a norm, of attention and of the loss are compared in walks below; updates are made on the CPU.
+        if metric.needs not in ("losses", "norm", "heads", "attention", "updates"):
             one, two = evaluate(here, metric, SETTINGS), evaluate(there, metric, SETTINGS)
             assert two.value.device.type == "cuda", metric.name
             assert float(two.value) == pytest.approx(float(one.value), rel=1e-5), metric.name
@@ -51,6 +52,22 @@ def test_the_walk_agrees_between_cpu_and_gpu(corpus_file: Path) -> None:
     for one, two in zip(here.records, there.records, strict=True):
         assert two.value == pytest.approx(one.value, rel=2e-3), (one.metric, one.site, one.population)
         assert two.excluded == one.excluded
+
+
+def test_norms_attention_occurrences_and_weights_agree_between_cpu_and_gpu(corpus_file: Path) -> None:
+    asked = {
+        "sites": ("embed", "block.*", "final_norm", "embed.weight", "unembed.weight"),
+        "metrics": (
+            *("final_norm", "contextuality", "isotropy", "anisotropy", "hull_margin", "rogue_share", "rogue_r2_3"),
+            *("query_drift", "key_drift", "query_key_drift", "attention_entropy"),
+        ),
+    }
+    here, there = (measure_on(device, corpus_file, **asked) for device in ("cpu", "cuda"))
+    assert len(here.records) > 150
+    for one, two in zip(here.records, there.records, strict=True):
+        place = (one.metric, one.site, one.population, one.variant)
+        assert two.value == pytest.approx(one.value, rel=2e-3, abs=1e-4, nan_ok=True), place
+        assert two.note == one.note, place
 
 
 def test_low_precision_models_are_measured_on_the_gpu(corpus_file: Path) -> None:

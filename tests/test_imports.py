@@ -34,6 +34,7 @@ COMPUTING = (
     {"jobs"},
     {"engines"},
     {"sweep", "lab"},
+    {"commands"},
     {"cli"},
     {"__main__"},
 )
@@ -42,6 +43,8 @@ READING = (
     {"store", "protocols", "integrity", "flags"},
     {"status", "claims", "conditions", "figures", "stages"},
     {"printing"},
+    {"listings"},
+    {"commands"},
     {"cli"},
 )
 # Inside a function these may be loaded by rooms of the reading wing, at the moment a command needs them.
@@ -65,6 +68,8 @@ TORCH_FREE = (
     "stages",
     "flags",
     "printing",
+    "listings",
+    "commands",
     "cli",
     "corpora",
     "text",

@@ -32,7 +32,7 @@ def each_metric_of(metrics: Iterable[Metric]) -> pytest.MarkDecorator:
 
 # Metrics of the final norm take its gain and bias besides points, those of attention no points at all:
 # tests/test_norms.py, tests/test_drift.py.
-OF_PARTS = {"norm", "heads", "attention"}
+OF_PARTS = {"norm", "heads", "attention", "updates"}
 OF_POINTS = [item for item in all_metrics().values() if item.needs not in OF_PARTS]
 
 
@@ -54,7 +54,8 @@ def tokens_for(points: Tensor) -> Tokens:
     return Tokens(
         ids=torch.where(count < 6, (count == 2).long(), count % 12),
         positions=count,
-        documents=count // 10,
+        documents=count // 20,
+        sentences=count // 10,
         special=torch.zeros(len(points), dtype=torch.bool),
         losses=1 + normal(len(points), seed=3).abs(),
     )
@@ -145,6 +146,7 @@ def test_these_metrics_exist() -> None:
         "drift": {
             *("rogue_share", "rogue_share_3", "rogue_r2_1", "rogue_r2_3", "rogue_r2_5"),
             *("query_drift", "key_drift", "query_key_drift", "attention_entropy"),
+            *("common_drift", "common_drift_share", "rare_drift"),
         },
         "isotropy": {
             "isoscore",
@@ -580,7 +582,7 @@ def default_metrics_of_a_matrix() -> list[str]:
 
 def test_every_metric_of_points_is_measured_through_estimate_with_null_and_without_spread() -> None:
     tokens = tokens_for(ordinary_points())
-    found = estimate(ordinary_points(), default_metrics_of_a_matrix(), token_ids=tokens.ids, documents=tokens.documents)
+    found = estimate(ordinary_points(), default_metrics_of_a_matrix(), token_ids=tokens.ids, sentences=tokens.sentences)
     assert list(found) == default_metrics_of_a_matrix()
     for name, answer in found.items():
         assert answer.note is None, name

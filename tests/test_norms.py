@@ -550,13 +550,13 @@ def test_the_norm_as_it_is_changes_no_bit(decoder: Model) -> None:
 def test_own_is_what_a_plain_walk_over_the_second_half_gives(
     changed: an.Unit, decoder: Model, corpus_file: Path
 ) -> None:
-    from anisoscope.counterfactuals import METRICS, _take
+    from anisoscope.counterfactuals import METRICS
     from anisoscope.walk import draw as draw_for
 
     corpus = load_corpus(str(corpus_file))
     spec = spec_for(corpus_file, metrics=METRICS, sites=("final_norm",))
     windows = draw_for(spec, decoder, corpus)
-    plain = an.measure(spec, model=decoder, windows=_take(windows, slice(32, None)), progress=False)
+    plain = an.measure(spec, model=decoder, windows=windows.take(slice(32, None)), progress=False)
     own = rows(changed, variant="norm=own")
     assert [(row.metric, row.values) for row in own] == [(row.metric, row.values) for row in plain.records]
     assert changed.key != plain.key

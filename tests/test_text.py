@@ -107,6 +107,24 @@ def test_each_token_knows_its_document_across_a_border(numbered, tokenizer):
     assert crossing > 10
 
 
+def test_each_token_knows_its_sentence(tmp_path):
+    text = 'It is 3.5 here. "Is it?" he said!  Yes\nno. ' * 40
+    corpus = make_corpus([text, "Another document without an end"], tmp_path)
+    tokenizer = train_bpe(special_tokens=False)
+    windows = draw_windows(corpus, tokenizer, seq_len=64, count=10**6, seed=0)
+    tape = text + corpora.SEPARATOR + corpus.documents[1]
+    found = Counter()
+    for ids, sentences in zip(windows.token_ids, windows.sentences, strict=True):
+        for start in np.unique(sentences):
+            piece = tokenizer.decode(ids[sentences == start]).strip()
+            # What a window holds of the sentence that begins there: all of it, or a part at the window's edge.
+            assert piece in tape[start : start + 40]
+            found[piece] += 1
+    assert {"It is 3.5 here.", '"Is it?"', "he said!", "Yes", "no."} <= set(found)
+    taken = windows.take(slice(1, 3))
+    assert taken.sentences.shape == taken.token_ids.shape == (2, 64)
+
+
 def test_special_tokens_are_inside_the_length_and_marked(numbered):
     windows = draw_windows(numbered, FRAMED, seq_len=16, count=30, seed=0)
     assert (windows.token_ids[:, 0] == FRAMED.cls_token_id).all()

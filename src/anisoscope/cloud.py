@@ -39,6 +39,7 @@ class Tokens:
     positions: Int[Tensor, " n"]
     documents: Int[Tensor, " n"]
     special: Bool[Tensor, " n"]
+    sentences: Int[Tensor, " n"] | None = None
     losses: Float[Tensor, " n"] | None = None
 
     def take(self, index: Int[Tensor, " m"]) -> "Tokens":
@@ -167,8 +168,10 @@ class Cloud:
 
     @cached_property
     def passages(self) -> Passages:
-        """Sums over the points of each document."""
-        return sum_passages(self.points, self._labels.documents)
+        """Sums over the points of each sentence."""
+        if self._labels.sentences is None:
+            raise SpecError("this metric compares tokens of one sentence, and it is not known where sentences begin")
+        return sum_passages(self.points, self._labels.sentences)
 
     @property
     def _labels(self) -> Tokens:

@@ -98,7 +98,7 @@ def measure_counterfactuals(
     half = len(windows.token_ids) // 2
     if half == 0:
         raise SpecError("counterfactuals need two windows: one for the mean, one to measure on; raise --tokens")
-    mean = _mean_normed(loaded, norm, _take(windows, slice(0, half)), batch_size)
+    mean = _mean_normed(loaded, norm, windows.take(slice(0, half)), batch_size)
     norms = {OWN: norm, **variants_of(norm, mean), **{f"norm={name}": other for name, other in (swaps or {}).items()}}
     spec = replace(spec, controls=tuple(norms))
     records, seconds, provenance = [], 0.0, {}
@@ -108,7 +108,7 @@ def measure_counterfactuals(
                 spec,
                 model=loaded,
                 corpus=corpus,
-                windows=_take(windows, slice(half, None)),
+                windows=windows.take(slice(half, None)),
                 checkpoint=checkpoint,
                 batch_size=batch_size,
                 progress=progress,
@@ -121,12 +121,6 @@ def measure_counterfactuals(
         notes.append("the final norm has no bias: bias=0 would change nothing")
     provenance |= {"notes": notes, "seconds": round(seconds, 3), "cost": {}}
     return Unit(spec=spec, provenance=provenance, records=tuple(records))
-
-
-def _take(windows: Windows, part: slice) -> Windows:
-    held = (windows.token_ids, windows.documents, windows.special)
-    ids, documents, special = (rows[part] for rows in held)
-    return replace(windows, token_ids=ids, documents=documents, special=special)
 
 
 def _mean_normed(model: Model, norm: Norm, windows: Windows, batch_size: int | None) -> Float[Tensor, " d"]:

@@ -1,132 +1,142 @@
-"""How the rows of the output embedding move from checkpoint to checkpoint: together, and rare tokens against frequent.
+"""Follow the rows of the output embedding from checkpoint to checkpoint: a unit for each interval of a training."""
 
-Cross entropy moves row v by Σₜ (yₜᵥ - pₜᵥ) hₜ. Where v is not the target that is -Σ pₜᵥ hₜ, along minus the mean final
-state for every row: a common drift (Biś et al. 2021), largest in relation for rare tokens (Gao et al. 2019).
-"""
-
-import math
+import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor, linalg, nn
+from torch import Tensor, nn
 
 from anisoscope.corpora import Corpus, load_corpus
-from anisoscope.errors import ModelError, SpecError
+from anisoscope.errors import ModelError
+from anisoscope.estimates import judge, summarize
+from anisoscope.metrics import all_metrics
+from anisoscope.metrics.updates import RowUpdates
 from anisoscope.models import Model, load_model
-from anisoscope.records import Checkpoint, Spec
+from anisoscope.progress import show_progress
+from anisoscope.records import Checkpoint, Record, Spec, Unit
+from anisoscope.store import Store
 from anisoscope.text import Windows, token_frequencies
 from anisoscope.trace import run_module, state_given
-from anisoscope.walk import FORWARD_TOKENS, draw
-from anisoscope.weights import find_weights
+from anisoscope.walk import FORWARD_TOKENS, draw, resolve
+from anisoscope.weights import POPULATION, find_weights
 
-# Rarest and most frequent: this part of the token types each.
-PART = 0.1
-
-
-@dataclass(frozen=True, kw_only=True)
-class CommonDrift:
-    """How the rows of an output embedding moved together."""
-
-    cosine: float
-    """cos(mean update, -mean final state): 1 where they moved as the theory says."""
-    share: float
-    """‖mean update‖ / mean ‖update‖: 1 where all rows moved alike; 1/√n for n rows that moved independently."""
+SITE = "unembed.weight"
+METRICS = ("common_drift", "common_drift_share", "rare_drift")
 
 
 @dataclass(frozen=True, kw_only=True)
-class RareDrift:
-    """How far rows of rare tokens moved, against those of frequent ones."""
+class _Rows:
+    """What an interval needs of the checkpoint at one of its ends."""
 
-    rare_over_frequent: float
-    low: float
-    high: float
-
-
-def common_drift(
-    before: Float[Tensor, "v d"], after: Float[Tensor, "_ d"], mean_state: Float[Tensor, " d"]
-) -> CommonDrift:
-    """Direction and share of what all rows did between two checkpoints (Biś et al. 2021); in float64.
-
-    cosine = cos(ū, -h̄),  share = ‖ū‖ / mean ‖u_v‖,  with u_v the update of row v, ū its mean over rows, and h̄ the mean
-    of the states that the rows are multiplied with. NaN where nothing moved, or where ū or h̄ is zero.
-    """
-    update, state = _update(before, after), mean_state.double()
-    mean, lengths = update.mean(0), linalg.vector_norm(update, dim=1)
-    cosine = -(mean @ state) / (linalg.vector_norm(mean) * linalg.vector_norm(state))
-    return CommonDrift(cosine=float(cosine), share=float(linalg.vector_norm(mean) / lengths.mean()))
-
-
-def rare_drift(
-    before: Float[Tensor, "v d"],
-    after: Float[Tensor, "_ d"],
-    counts: Int[np.ndarray, " _"],
-    *,
-    level: float = 0.95,
-    resamples: int = 1000,
-    seed: int = 0,
-) -> RareDrift:
-    """Mean update length of the rarest tenth of the token types over that of the most frequent tenth.
-
-    Types that never occur are left out: they may be padding of the matrix. The interval is a percentile bootstrap over
-    types, each tenth by itself. NaN where a tenth has fewer than two types, or the frequent ones did not move.
-    """
-    if counts[len(before) :].any():
-        raise SpecError(f"tokens are counted that have no row: {len(counts)} frequencies for {len(before)} rows")
-    lengths = linalg.vector_norm(_update(before, after), dim=1).numpy()
-    # Stable: ties go by token id, and the answer does not depend on the sorting.
-    order = np.argsort(counts, kind="stable")
-    order = order[counts[order] > 0]
-    size = int(PART * len(order))
-    if size < 2:
-        return RareDrift(rare_over_frequent=math.nan, low=math.nan, high=math.nan)
-    rng = np.random.default_rng(seed)
-    parts = [lengths[order[:size]], lengths[order[-size:]]]
-    rare, frequent = ([part.mean(), *(rng.choice(part, size).mean() for _ in range(resamples))] for part in parts)
-    ratios = np.divide(rare, frequent, out=np.full(resamples + 1, math.nan), where=np.asarray(frequent) > 0)
-    low, high = np.quantile(ratios[1:], [(1 - level) / 2, (1 + level) / 2])
-    return RareDrift(rare_over_frequent=float(ratios[0]), low=float(low), high=float(high))
-
-
-def _update(before: Float[Tensor, "v d"], after: Float[Tensor, "_ d"]) -> Float[Tensor, "v d"]:
-    if before.shape != after.shape:
-        raise SpecError(f"rows of {tuple(before.shape)} cannot be compared with rows of {tuple(after.shape)}")
-    return after.double().cpu() - before.double().cpu()
+    matrix: Float[Tensor, "v d"]
+    mean_state: Float[Tensor, " d"]
+    kind: str
 
 
 def follow_drift(
     checkpoints: Sequence[Checkpoint],
     spec: Spec,
     *,
+    store: Store | None = None,
     corpus: Corpus | None = None,
     counts: Int[np.ndarray, " _"] | None = None,
+    progress: bool = False,
     **loading: Any,
-) -> list[dict[str, Any]]:
-    """One row for each interval between consecutive checkpoints: `common_drift` and `rare_drift` from one to the next.
+) -> list[Unit]:
+    """One unit for each interval between consecutive checkpoints: `common_drift`, `common_drift_share`, `rare_drift`.
 
-    Each checkpoint is loaded once. The mean state is that of the earlier one, on the windows of the Spec, as its output
-    matrix is given it. `counts` are the frequencies of token types, by default those of the corpus; `loading` are
-    options of `load_model`.
+    The unit is that of the later checkpoint; its variant names the earlier step. Each checkpoint is loaded at most
+    once, and not at all where the store has both of its intervals. The mean state is that of the earlier one, on the
+    windows of the Spec, as its output matrix is given it. `counts` are the frequencies of token types, by default those
+    of the corpus; `loading` are options of `load_model`.
     """
     corpus = corpus or load_corpus(spec.corpus)
-    rows: list[dict[str, Any]] = []
-    windows = before = None
-    for checkpoint in checkpoints:
-        hand = {"dtype": spec.dtype, "blocks": spec.blocks, "final_norm": spec.final_norm}
-        model = load_model(checkpoint.model, revision=checkpoint.revision, **hand, **loading)
-        windows = windows or draw(spec, model, corpus)
-        counts = token_frequencies(corpus, model.tokenizer) if counts is None else counts
-        matrix, state = _output_rows(model), _mean_output_state(model, windows)
-        if before is not None:
-            earlier, old, mean_state = before
-            drifts = (common_drift(old, matrix, mean_state), rare_drift(old, matrix, counts, seed=spec.seed))
-            row = {"from_step": earlier.step, "to_step": checkpoint.step}
-            rows.append(row | asdict(drifts[0]) | asdict(drifts[1]))
-        before = checkpoint, matrix, state
-    return rows
+    windows: Windows | None = None
+    held: dict[Checkpoint, _Rows] = {}
+
+    def rows_of(checkpoint: Checkpoint) -> _Rows:
+        nonlocal windows, counts
+        if checkpoint not in held:
+            hand = {"dtype": spec.dtype, "blocks": spec.blocks, "final_norm": spec.final_norm}
+            model = load_model(checkpoint.model, revision=checkpoint.revision, **hand, **loading)
+            windows = windows or draw(spec, model, corpus)
+            counts = token_frequencies(corpus, model.tokenizer) if counts is None else counts
+            held[checkpoint] = _Rows(
+                matrix=_output_rows(model), mean_state=_mean_output_state(model, windows), kind=model.kind
+            )
+        return held[checkpoint]
+
+    units = []
+    with show_progress("drift", total=max(len(checkpoints) - 1, 0), shown=progress) as advance:
+        for earlier, later in pairwise(checkpoints):
+            asked = _interval_spec(spec, corpus, earlier, later)
+            if store is not None and asked.key in store:
+                units.append(store.get(asked.key))
+            else:
+                start = time.time()
+                before, after = rows_of(earlier), rows_of(later)
+                assert counts is not None
+                moved = RowUpdates.between(before.matrix, after.matrix, before.mean_state, counts)
+                units.append(_unit(asked, moved, earlier, later, after.kind, time.time() - start))
+                if store is not None:
+                    store.put(units[-1])
+            held.pop(earlier, None)
+            advance(1)
+    return units
+
+
+def _interval_spec(spec: Spec, corpus: Corpus, earlier: Checkpoint, later: Checkpoint) -> Spec:
+    ends = [
+        resolve(
+            replace(spec, model=end.model, revision=end.revision, step=end.step, sites=(SITE,), metrics=METRICS),
+            corpus=corpus,
+        )
+        for end in (earlier, later)
+    ]
+    return replace(ends[1], controls=(f"from={ends[0].weights}",))
+
+
+def _unit(spec: Spec, rows: RowUpdates, earlier: Checkpoint, later: Checkpoint, kind: str, seconds: float) -> Unit:
+    count, dim = rows.updates.shape
+    records = []
+    for metric in (all_metrics()[name] for name in METRICS):
+        answer = summarize([judge(metric, metric(rows), count, 0, dim, {})], metric, dim, {})
+        records.append(
+            Record(
+                key=spec.key,
+                model=spec.model,
+                revision=spec.revision,
+                step=spec.step,
+                tokens=later.tokens,
+                kind=kind,
+                stack=None,
+                corpus=spec.corpus,
+                population=POPULATION,
+                site=SITE,
+                depth=None,
+                metric=metric.name,
+                metric_version=metric.version,
+                value=answer.value,
+                spread=answer.spread,
+                null=answer.null,
+                batches=answer.batches,
+                points=answer.points,
+                dropped=0,
+                excluded=0,
+                dim=dim,
+                variant=f"from={earlier.step}",
+                values=answer.values,
+                note=answer.note,
+                stage=later.stage,
+                suspect=later.suspect or earlier.suspect,
+            )
+        )
+    return Unit(spec=spec, provenance={"seconds": round(seconds, 3), "notes": []}, records=tuple(records))
 
 
 def _output_rows(model: Model) -> Float[Tensor, "v d"]:

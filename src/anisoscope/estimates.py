@@ -96,13 +96,13 @@ def estimate(
     neighbors: int = 20,
     isoscore_zeta: float = 0.25,
     token_ids: Any = None,
-    documents: Any = None,
+    sentences: Any = None,
     seed: int = 0,
 ) -> dict[str, Estimate]:
     """Measure a matrix of your own: rows are points, numpy or torch, any float dtype, any device.
 
     The points are dealt in seeded random order into batches of at least `batch_points`; with fewer there is one batch
-    and no spread. `token_ids` and `documents` say, one whole number per point, which token it is and where it comes
+    and no spread. `token_ids` and `sentences` say, one whole number per point, which token it is and where it comes
     from, for metrics that compare occurrences.
 
     >>> import numpy as np, anisoscope as an
@@ -119,9 +119,9 @@ def estimate(
     check_settings(batch_points=batch_points, **settings)
     found = find_metrics([metrics] if isinstance(metrics, str) else metrics, gride_scales=gride_scales)
     for metric in found:
-        if metric.needs in ("losses", "pair", "norm", "heads", "attention"):
+        if metric.needs in ("losses", "pair", "norm", "heads", "attention", "updates"):
             raise SpecError(f"{metric.name} needs a model, not a matrix of points; use measure()")
-    given = {"token_ids": token_ids, "documents": documents}
+    given = {"token_ids": token_ids, "sentences": sentences}
     for metric in found:
         label = _LABELS.get(metric.needs)
         if label is not None and given[label] is None:
@@ -129,7 +129,8 @@ def estimate(
     matrix = _as_matrix(points)
     check_finite("points", matrix)
     ids, places = (_as_labels(name, labels, matrix) for name, labels in given.items())
-    tokens = Tokens(ids=ids, positions=torch.zeros_like(ids), documents=places, special=torch.zeros_like(ids).bool())
+    none = torch.zeros_like(ids)
+    tokens = Tokens(ids=ids, positions=none, documents=none, special=none.bool(), sentences=places)
     count = max(1, len(matrix) // batch_points)
     batches = [index.to(matrix.device) for index in deal(len(matrix), count, seed)]
     wanted = neighbors_wanted(found, settings)
@@ -143,7 +144,7 @@ def estimate(
 
 
 # Which views need to be told what the points are.
-_LABELS = {"types": "token_ids", "explained": "token_ids", "passages": "documents"}
+_LABELS = {"types": "token_ids", "explained": "token_ids", "passages": "sentences"}
 
 
 def _as_labels(name: str, labels: Any, points: Float[Tensor, "n d"]) -> Int[Tensor, " n"]:

@@ -4,7 +4,7 @@ import itertools
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from anisoscope.errors import CorpusError, SpecError
 
 # The points of this many batches are pooled and dealt out again, so that a batch holds points of many documents.
 POOLED_BATCHES = 4
+SENTENCE_END = re.compile(r"[.!?][\"'”’)\]]*\s+|\n+")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +27,14 @@ class Windows:
     """Index into `Corpus.documents`. A separator counts to the document before it, an added token to its neighbour."""
     special: Bool[np.ndarray, "w t"]
     """Tokens that the tokenizer added, or whose id is one of its special ids (an unknown word is not special)."""
+    sentences: Int[np.ndarray, "w t"]
+    """Where in the corpus, in characters, the sentence of a token begins; its document, where offsets are not known."""
     notes: tuple[str, ...] = ()
+
+    def take(self, part: slice) -> "Windows":
+        """Some of the windows."""
+        rows = {item.name: getattr(self, item.name)[part] for item in fields(self) if item.name != "notes"}
+        return replace(self, **rows)
 
 
 class _Tape:
@@ -92,7 +100,7 @@ def draw_windows(
         found, tokens, passed = [], 0, 0
         for index in rng.permutation(spans).tolist():
             windows = _tokenise(tape, tokenizer, tape.span(index, spans), room, frame)
-            tokens += sum(int((window[2] == 0).sum()) for window in windows)
+            tokens += sum(int((window[3] == 0).sum()) for window in windows)
             whole = [window for window in windows if window.shape[1] == seq_len]
             passed += not whole
             found += whole[:kept]
@@ -107,9 +115,10 @@ def draw_windows(
     if len(found) < count:
         notes.append(f"corpus {corpus.name} gives {len(found)} windows of {seq_len} tokens; {count} were asked for")
     dealt = rng.permutation(len(found))[:count]
-    token_ids, documents, built = np.stack([found[index] for index in dealt], axis=1)
+    token_ids, documents, sentences, built = np.stack([found[index] for index in dealt], axis=1)
     special = (built == 1) | np.isin(token_ids, _special_ids(tokenizer))
-    return Windows(token_ids=token_ids, documents=documents, special=special, notes=tuple(notes))
+    held = {"token_ids": token_ids, "documents": documents, "special": special, "sentences": sentences}
+    return Windows(**held, notes=tuple(notes))
 
 
 def _special_ids(tokenizer: Any) -> list[int]:
@@ -141,18 +150,22 @@ def _frame(tokenizer: Any, special_tokens: bool) -> tuple[list[int], list[int]]:
 
 def _tokenise(
     tape: _Tape, tokenizer: Any, span: tuple[int, int], room: int, frame: tuple[list[int], list[int]]
-) -> list[Int[np.ndarray, "3 _"]]:
+) -> list[Int[np.ndarray, "4 _"]]:
     """Consecutive windows of one span, `room` tokens of text in a frame, the last perhaps shorter.
 
-    Rows: token id, document, added by the tokenizer. Cut here and not by the tokenizer's own truncation, whose overflow
-    some versions lose.
+    Rows: token id, document, sentence, added by the tokenizer. Cut here and not by the tokenizer's own truncation,
+    whose overflow some versions lose.
     """
     if tokenizer.is_fast:
-        encoded = tokenizer(tape.cut(*span), add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        text = tape.cut(*span)
+        encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         ids = encoded["input_ids"]
         first, past = np.array(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2).T
         # The last character decides: a token may bring the separator before it along.
-        owners = np.searchsorted(tape.starts, span[0] + np.maximum(past - 1, first), side="right") - 1
+        last = np.maximum(past - 1, first)
+        owners = np.searchsorted(tape.starts, span[0] + last, side="right") - 1
+        begins = np.array([0, *(found.end() for found in SENTENCE_END.finditer(text))])
+        sentences = span[0] + begins[np.searchsorted(begins, last, side="right") - 1]
     else:
         pieces = [
             (document, tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
@@ -160,14 +173,17 @@ def _tokenise(
         ]
         ids = [token for _, tokens in pieces for token in tokens]
         owners = np.array([document for document, tokens in pieces for _ in tokens], dtype=np.int64)
+        sentences = tape.starts[owners]
     before, after = frame
     windows = []
     for start in range(0, len(ids), room):
         body = [*before, *ids[start : start + room], *after]
-        documents = np.pad(owners[start : start + room], (len(before), len(after)), mode="edge")
+        documents, places = (
+            np.pad(rows[start : start + room], (len(before), len(after)), mode="edge") for rows in (owners, sentences)
+        )
         added = np.ones(len(body), dtype=np.int64)
         added[len(before) : len(body) - len(after)] = 0
-        windows.append(np.array([body, documents, added]))
+        windows.append(np.array([body, documents, places, added]))
     return windows
 
 

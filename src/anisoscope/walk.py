@@ -6,7 +6,7 @@ import itertools
 import math
 import platform
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
@@ -110,6 +110,7 @@ def measure(
     trust_remote_code: bool = False,
     allow_pickle: bool = False,
     progress: bool = True,
+    forgiving: bool = False,
 ) -> Unit:
     """Run a model over text and measure its states at every site.
 
@@ -117,6 +118,7 @@ def measure(
     `windows` are those of `draw`, where only some of them are to be measured.
     `checkpoint` says where in its training the model stands, where more is known than its name tells.
     `batch_size` is the number of windows in a forward pass; when memory runs out it is halved, and the unit says so.
+    `forgiving`: a metric that raises gives NaN, with the error as its note, instead of ending the walk.
     """
     corpus = corpus or load_corpus(spec.corpus)
     spec, loaded = load(
@@ -133,12 +135,15 @@ def measure(
         place = place_in_training(spec.model, spec.revision)
         checkpoint = Checkpoint(model=spec.model, revision=spec.revision, stage=place.stage, tokens=place.tokens)
     windows = windows or draw(spec, loaded, corpus)
-    return _Walk(spec, loaded, corpus, windows, checkpoint, batch_size).run(progress)
+    return _Walk(spec, loaded, corpus, windows, checkpoint, batch_size, forgiving).run(progress)
 
 
 def load(spec: Spec, corpus: Corpus, model: Any = None, tokenizer: Any = None, **loading: Any) -> tuple[Spec, Model]:
     """The resolved Spec and its model, loaded with the options of `load_model` where none is handed in."""
-    hand = {"blocks": spec.blocks, "final_norm": spec.final_norm}
+    hand: dict[str, Any] = {"blocks": spec.blocks, "final_norm": spec.final_norm}
+    for metric in find_metrics([item if isinstance(item, str) else item[0] for item in spec.metrics]):
+        if metric.needs == "updates":
+            raise SpecError(f"{metric.name} compares two checkpoints of a training: `anisoscope sweep --drift`")
     if model is None:
         spec = resolve(spec, corpus=corpus)
         named = {"revision": spec.revision, "weights": spec.weights, "dtype": spec.dtype}
@@ -178,12 +183,16 @@ class _Walk:
         windows: Windows,
         checkpoint: Checkpoint,
         batch_size: int | None,
+        forgiving: bool,
     ) -> None:
         self.spec, self.model, self.corpus, self.windows = spec, model, corpus, windows
         self.checkpoint = checkpoint
         self.key = spec.key
         self.settings = _settings(spec)
         metrics = find_metrics([name for name, _ in spec.metrics if isinstance(name, str)])
+        self.failed: dict[str, str] = {}
+        if forgiving:
+            metrics = [replace(metric, function=self._forgive(metric)) for metric in metrics]
         self.loss = next((metric for metric in metrics if metric.needs == "losses"), None)
         self.metrics = [metric for metric in metrics if metric.needs not in ("losses", *OF_ATTENTION)]
         self.of_attention = [metric.name for metric in metrics if metric.needs in OF_ATTENTION]
@@ -202,6 +211,18 @@ class _Walk:
             self.pools = []
         largest = max((pool.stop - pool.start for pool in self.pools), default=0) * length
         self.rooms = Rooms(len(self.sites), largest)
+
+    def _forgive(self, metric: Metric) -> Callable[..., Tensor]:
+        """The metric's function, with NaN where it raises; the error is kept for the note."""
+
+        def attempt(*args: Any, **kwargs: Any) -> Tensor:
+            try:
+                return metric.function(*args, **kwargs)
+            except Exception as error:
+                self.failed[metric.name] = f"it failed: {type(error).__name__}: {error}"
+                return torch.tensor(math.nan)
+
+        return attempt
 
     def _select_sites(self) -> tuple[Site, ...]:
         """What the Spec asks for; what is inside a norm shows only where the norm is understood."""
@@ -304,19 +325,20 @@ class _Walk:
     def _tokens(self, pool: Pool, stack: str | None, hand: np.ndarray) -> Tokens:
         part = slice(pool.start, pool.stop)
         windows = self.windows
-        ids, documents, special = (rows[part] for rows in (windows.token_ids, windows.documents, windows.special))
+        held = (windows.token_ids, windows.documents, windows.special, windows.sentences)
+        ids, documents, special, sentences = (rows[part] for rows in held)
         if self.model.kind == "encoder-decoder" and stack == "decoder":
             # The decoder reads the window shifted right: position 0 holds the start token, p the token before p.
-            ids, documents, special = (
-                np.concatenate([rows[:, :1], rows[:, :-1]], 1) for rows in (ids, documents, special)
+            ids, documents, special, sentences = (
+                np.concatenate([rows[:, :1], rows[:, :-1]], 1) for rows in (ids, documents, special, sentences)
             )
             special[:, 0] = True
         positions = np.broadcast_to(np.arange(ids.shape[1]), ids.shape)
         # By numpy: on machines with many cores, torch takes milliseconds to wake its threads for these.
-        ids, positions, documents, special = (
-            torch.from_numpy(rows.reshape(-1)[hand]) for rows in (ids, positions, documents, special)
+        ids, positions, documents, special, sentences = (
+            torch.from_numpy(rows.reshape(-1)[hand]) for rows in (ids, positions, documents, special, sentences)
         )
-        return Tokens(ids=ids, positions=positions, documents=documents, special=special)
+        return Tokens(ids=ids, positions=positions, documents=documents, special=special, sentences=sentences)
 
     def _unit(self, seconds: float) -> Unit:
         attachments: dict[str, np.ndarray] = {}
@@ -342,6 +364,8 @@ class _Walk:
             "checks": list(self.model.checks),
             "notes": list(dict.fromkeys(self.notes)),
         }
+        if self.failed:
+            provenance["failed"] = self.failed
         records = [*self._records()]
         records += [
             self._record(site, ROWS, metric, answer, 0, variant) for site, metric, variant, answer, _ in weights
@@ -436,10 +460,11 @@ class _Walk:
             dim=answer.dim,
             variant=variant,
             values=answer.values,
-            note=answer.note,
+            note=self.failed.get(metric.name, answer.note) if math.isnan(answer.value) else answer.note,
             seconds=round(self.gauge.seconds[site], 6),
             stage=self.checkpoint.stage,
             suspect=self.checkpoint.suspect,
+            run=spec.run,
         )
 
 

@@ -5,6 +5,7 @@
     decoders are bells, encoders are flat, encoders and decoders differ    the same over models
     grows then stabilises          leading variance over a training, averaged over blocks
     rises then falls               intrinsic dimension over a training, averaged over blocks
+    rows drift together, ...       what older theories predict of a training (theories.py)
 
 `embed` and `final_norm` are left out: with them any profile is a bell. What is repeated decides what can be claimed:
 batches for one model at its last checkpoint, models for a kind, seeds for a training. Where too few were measured

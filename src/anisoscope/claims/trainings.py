@@ -38,7 +38,7 @@ SMALLEST_PEAK = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Series:
+class Series:
     """One training at one place: the mean over blocks, for each batch and step."""
 
     place: tuple[str, str, str]
@@ -48,10 +48,12 @@ class _Series:
     values: np.ndarray
     """(batches, steps)"""
     pools: np.ndarray
+    """Of each batch; none where a value is not a mean over batches."""
     left_out: int
     """Checkpoints measured with other batches or blocks than most."""
 
-    def from_step(self, first: int) -> "_Series":
+    def from_step(self, first: int) -> "Series":
+        """Without the checkpoints before one."""
         kept = self.steps >= first
         variant = ", ".join(part for part in (self.variant, f"from={first}") if part)
         return replace(self, variant=variant, steps=self.steps[kept], values=self.values[:, kept])
@@ -65,24 +67,24 @@ def judge_trainings(profiles: Sequence[Profile], how: Resampling) -> Iterator[tu
             trainings[item.place, item.model, item.stage or "", item.stack or ""].append(item)
     series = [_series(trainings[key]) for key in sorted(trainings)]
     growing = [one for one in series if one.place[0] == PROFILE_METRIC and one.place[1] in PROFILE_POPULATIONS]
-    for seeds in _seeds_together(growing):
-        yield from _judge_seeds(seeds, _run_grows, _seeds_grow, how)
+    for seeds in seeds_together(growing):
+        yield from judge_seeds_or_runs(seeds, _run_grows, _seeds_grow, how)
     curved = [one for one in series if one.place[0] == DIMENSION_METRIC and one.place[1] in DIMENSION_POPULATIONS]
     for first in (0, FIRST_PUBLISHED_STEP):
         # Without early checkpoints both would be the same series, tested twice.
         some = [one.from_step(first) for one in curved if first or one.steps.min() < FIRST_PUBLISHED_STEP]
-        for seeds in _seeds_together(some):
-            yield from _judge_seeds(seeds, _run_peaks, _seeds_peak, how)
+        for seeds in seeds_together(some):
+            yield from judge_seeds_or_runs(seeds, _run_peaks, _seeds_peak, how)
 
 
-def _series(profiles: Sequence[Profile]) -> _Series:
+def _series(profiles: Sequence[Profile]) -> Series:
     """Checkpoints in order of their steps; only those measured with the same batches and blocks can be paired."""
     by_step = {item.step: item for item in sorted(profiles, key=lambda item: item.order)}
     shapes = {step: (len(item.values), item.sites) for step, item in by_step.items()}
     usual = Counter(shapes.values()).most_common(1)[0][0]
     kept = [item for step, item in by_step.items() if shapes[step] == usual]
     values, pools = finite(np.stack([item.values.mean(1) for item in kept], axis=1))
-    return _Series(
+    return Series(
         place=kept[0].place,
         model=kept[0].model,
         variant=", ".join(part for part in (kept[0].stack, kept[0].stage) if part) or None,
@@ -93,18 +95,18 @@ def _series(profiles: Sequence[Profile]) -> _Series:
     )
 
 
-def _seeds_together(series: Iterable[_Series]) -> list[list[_Series]]:
+def seeds_together(series: Iterable[Series]) -> list[list[Series]]:
     """Series of more than one checkpoint, those of the same training in one list."""
-    families: dict[tuple, list[_Series]] = defaultdict(list)
+    families: dict[tuple, list[Series]] = defaultdict(list)
     for one in series:
         if len(one.steps) > 1:
             families[one.place, family_of(one.model), one.variant or ""].append(one)
     return [families[key] for key in sorted(families)]
 
 
-def _judge_seeds(
-    seeds: list[_Series],
-    judge_run: Callable[[_Series, Resampling], Finding],
+def judge_seeds_or_runs(
+    seeds: list[Series],
+    judge_run: Callable[[Series, Resampling], Finding],
     judge_seeds: Callable[[np.ndarray, Resampling], Finding],
     how: Resampling,
 ) -> Iterator[tuple[Subject, Finding]]:
@@ -118,11 +120,12 @@ def _judge_seeds(
     if len(seeds) >= MIN_SEEDS:
         short = f"its {len(seeds)} seeds have {len(steps)} steps in common, and {MIN_CHECKPOINTS} are needed"
     for one in seeds:
-        subject = _training(one.model, [one], len(one.values), "batch", short, *open_questions(one.pools))
+        left_open = open_questions(one.pools) if len(one.pools) else ()
+        subject = _training(one.model, [one], len(one.values), "batch", short, *left_open)
         yield subject, replace(judge_run(one, how), supported=None)
 
 
-def _training(name: str, seeds: list[_Series], replicates: int, unit: str, *notes: str) -> Subject:
+def _training(name: str, seeds: list[Series], replicates: int, unit: str, *notes: str) -> Subject:
     left_out = sum(one.left_out for one in seeds)
     odd = [f"{counted(left_out, 'checkpoint')} with other batches or blocks left out"] if left_out else []
     return Subject(
@@ -136,7 +139,7 @@ def _training(name: str, seeds: list[_Series], replicates: int, unit: str, *note
     )
 
 
-def _too_short(one: _Series) -> str | None:
+def _too_short(one: Series) -> str | None:
     if len(one.steps) < MIN_CHECKPOINTS:
         return f"it has {len(one.steps)} checkpoints of known step, and {MIN_CHECKPOINTS} are needed"
     if len(one.values) < MIN_BATCHES:
@@ -144,7 +147,7 @@ def _too_short(one: _Series) -> str | None:
     return None
 
 
-def _growth_of(series: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def growth_of(series: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Growth, and a quarter of it less each late change, of every row of a series (rows, steps).
 
     growth = mean of the last quarter - first;  stabilised where  growth/4 - (y_i - y_j) > 0  for all i, j of the
@@ -157,10 +160,10 @@ def _growth_of(series: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return growth, growth[:, None] / 4 - (late[:, left] - late[:, right])
 
 
-def _run_grows(one: _Series, how: Resampling) -> Finding:
+def _run_grows(one: Series, how: Resampling) -> Finding:
     if short := _too_short(one):
         return Finding(claim="grows then stabilises", says=short)
-    growth, settled = _growth_of(one.values)
+    growth, settled = growth_of(one.values)
     # All must be true, so the weakest decides and none needs a correction.
     return _growth_found(
         bound(growth[:, None, None], one.pools, how, GROWTH_MARGIN),
@@ -169,7 +172,7 @@ def _run_grows(one: _Series, how: Resampling) -> Finding:
 
 
 def _seeds_grow(series: np.ndarray, how: Resampling) -> Finding:
-    growth, settled = _growth_of(series)
+    growth, settled = growth_of(series)
     return _growth_found(
         student(growth, margin=GROWTH_MARGIN, level=how.level), student(settled.min(1), margin=0.0, level=how.level)
     )
@@ -190,7 +193,7 @@ def _growth_found(grown: Bounds, still: Bounds) -> Finding:
     )
 
 
-def _run_peaks(one: _Series, how: Resampling) -> Finding:
+def _run_peaks(one: Series, how: Resampling) -> Finding:
     if short := _too_short(one):
         return Finding(claim="rises then falls", says=short)
     peak = bound_rise_and_fall(one.values, one.pools, how)

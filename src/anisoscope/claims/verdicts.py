@@ -12,6 +12,7 @@ from anisoscope.claims.findings import Finding, Subject, counted, number
 from anisoscope.claims.profiles import count_suspects, last_checkpoints, read_profiles
 from anisoscope.claims.resampling import Resampling, holm
 from anisoscope.claims.shapes import judge_kinds, judge_profile
+from anisoscope.claims.theories import judge_theories
 from anisoscope.claims.trainings import judge_trainings
 
 
@@ -67,6 +68,7 @@ def judge(table: pa.Table, *, seed: int = 0, resamples: int = 2000, level: float
         *(pair for profile in last for pair in judge_profile(profile, how)),
         *judge_kinds(last, how),
         *judge_trainings(profiles, how),
+        *judge_theories(table, how),
     ]
     adjusted, suspects = holm([finding.p for _, finding in found]), count_suspects(table)
     verdicts = [_verdict(*pair, p, suspects, level) for pair, p in zip(found, adjusted, strict=True)]

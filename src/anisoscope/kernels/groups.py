@@ -1,4 +1,4 @@
-"""Points in groups: the occurrences of a type of token, the tokens of a document."""
+"""Points in groups: the occurrences of a type of token, the tokens of a sentence."""
 
 from dataclasses import dataclass
 
@@ -31,7 +31,7 @@ class GroupSums:
 
 @dataclass(frozen=True, kw_only=True)
 class Passages:
-    """Sums by document, and over groups of the same sizes dealt at random."""
+    """Sums by sentence, and over groups of the same sizes dealt at random."""
 
     own: GroupSums
     dealt: GroupSums
@@ -72,9 +72,9 @@ def deal_labels(labels: Int[Tensor, " n"]) -> Int[Tensor, " n"]:
     return labels[order.to(labels.device)]
 
 
-def sum_passages(points: Float[Tensor, "n d"], documents: Int[Tensor, " n"]) -> Passages:
-    """Sums by document, its own and dealt."""
-    return Passages(own=sum_groups(points, documents), dealt=sum_groups(points, deal_labels(documents)))
+def sum_passages(points: Float[Tensor, "n d"], sentences: Int[Tensor, " n"]) -> Passages:
+    """Sums by sentence, its own and dealt."""
+    return Passages(own=sum_groups(points, sentences), dealt=sum_groups(points, deal_labels(sentences)))
 
 
 def explain(points: Float[Tensor, "n d"], labels: Int[Tensor, " n"], least: int) -> Explained:

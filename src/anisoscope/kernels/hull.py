@@ -11,7 +11,7 @@ HULL_TOLERANCE = 1e-6
 HULL_INSIDE = 1e-4
 HULL_STEPS = 100_000
 # Steps after which the weights are solved for: where the hull passes close to the origin, steps alone take forever.
-CORRECT_EVERY = 500
+CORRECT_EVERY = 20
 
 
 def hull_distance(units: Float[Tensor, "n d"]) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:

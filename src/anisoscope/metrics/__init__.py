@@ -10,6 +10,7 @@ from anisoscope.metrics import (
     output,
     rogue,
     spectrum,
+    updates,
     weights,
 )
 from anisoscope.metrics.declaration import Metric, all_metrics, find_metrics, metric
@@ -28,5 +29,6 @@ __all__ = [
     "output",
     "rogue",
     "spectrum",
+    "updates",
     "weights",
 ]

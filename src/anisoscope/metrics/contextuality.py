@@ -36,7 +36,7 @@ def inter_similarity(types: GroupSums) -> Float[Tensor, ""]:
 
     >>> import torch, anisoscope as an
     >>> points = torch.tensor([[1.0, 0.0], [2.0, 0.0], [0.0, 1.0], [3.0, 4.0]])
-    >>> found = an.estimate(points, ["contextuality"], token_ids=[7, 7, 8, 8], documents=[0, 0, 1, 1])
+    >>> found = an.estimate(points, ["contextuality"], token_ids=[7, 7, 8, 8], sentences=[0, 0, 1, 1])
     >>> round(found["inter_similarity"].value, 6)  # 0, 0, .6, .6
     0.3
     >>> round(found["intra_similarity"].value, 6)  # 1 and .8
@@ -107,24 +107,24 @@ def _similarity_to_passage(sums: GroupSums) -> Float[Tensor, ""]:
 @metric(
     family="contextuality",
     needs="passages",
-    version=1,
+    version=2,
     invariant_to="rotation scale",
     bounds=(-1.0, 1.0),
     cite="ethayarajh2019contextual",
     null="control",
     control=lambda passages: _similarity_to_passage(passages.dealt),
-    undefined="some points are zero, or no document has two of them",
+    undefined="some points are zero, or no sentence has two of them",
 )
 def intra_sentence_similarity(passages: Passages) -> Float[Tensor, ""]:
-    """Mean cosine of a token with the mean of its passage.
+    """Mean cosine of a token with the mean of its sentence.
 
-        intra_sentence_similarity = mean over tokens of cos(x, m),   m = mean of the batch's points from x's document
+        intra_sentence_similarity = mean over tokens of cos(x, m),   m = mean of the batch's points from x's sentence
 
-    The passage of a token is what the batch holds of its document, itself included, where that is at least two tokens;
-    batches are dealt from whole windows, so it is a random part of what the model read together. A token is part of its
-    own mean: k independent isotropic points read 1/√k. The null therefore is the same number for passages of the same
-    sizes, dealt at random from the same points. Deviation from the source: passages instead of sentences, a mean over
-    tokens instead of over sentences.
+    A sentence ends behind . ! ? and a blank, or with its line. What the batch holds of it counts, where that is at
+    least two tokens: batches are dealt from whole windows, so it is a random part of what was read. A token is part of
+    its own mean: k independent isotropic points read 1/√k. The null therefore is the same number for sentences of the
+    same sizes, dealt at random from the same points. Deviation from the source: a mean over tokens instead of over
+    sentences.
     """
     return _similarity_to_passage(passages.own)
 
@@ -132,21 +132,21 @@ def intra_sentence_similarity(passages: Passages) -> Float[Tensor, ""]:
 @metric(
     family="contextuality",
     needs="passages",
-    version=1,
+    version=2,
     invariant_to="rotation scale",
     bounds=(-2.0, 2.0),
     cite="ethayarajh2019contextual",
     null="exact",
     closed_form=lambda n, d: 0.0,
-    undefined="some points are zero, or no document has two of them",
+    undefined="some points are zero, or no sentence has two of them",
 )
 def intra_sentence_similarity_adjusted(passages: Passages) -> Float[Tensor, ""]:
-    """How much nearer a token is to the mean of its passage than to that of a random one.
+    """How much nearer a token is to the mean of its sentence than to that of a random one.
 
-        intra_sentence_similarity_adjusted = intra_sentence_similarity - the same for passages dealt at random
+        intra_sentence_similarity_adjusted = intra_sentence_similarity - the same for sentences dealt at random
 
-    One seeded deal of the same points into passages of the same sizes. Deviation from the source: it subtracts the mean
-    cosine of two words, which leaves 1/√k where there is nothing; subtract `inter_similarity` to have its number.
+    One seeded deal of the same points into sentences of the same sizes. Deviation from the source: it subtracts the
+    mean cosine of two words, which leaves 1/√k where there is nothing; subtract `inter_similarity` to have its number.
     """
     return _similarity_to_passage(passages.own) - _similarity_to_passage(passages.dealt)
 

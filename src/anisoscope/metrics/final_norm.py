@@ -1,6 +1,7 @@
 """What gain and bias of the final norm do to the mean of its states: z = g * x̂ + b, with m = E x̂ over the tokens."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from jaxtyping import Float
@@ -29,15 +30,13 @@ class Affine:
         return value if known else value.new_tensor(torch.nan)
 
 
-@metric(
-    family="final_norm",
-    needs="norm",
-    version=1,
-    cite="machina2024anisotropy",
+_of_the_norm = partial(metric, family="final_norm", needs="norm", version=1, cite="machina2024anisotropy", min_points=1)
+
+
+@_of_the_norm(
     null="none",
     reason="a gain is compared with other checkpoints, not with chance",
     populations=("all",),
-    min_points=1,
     undefined="the final norm has no gain",
 )
 def norm_gain(norm: Affine) -> Float[Tensor, ""]:
@@ -50,15 +49,10 @@ def norm_gain(norm: Affine) -> Float[Tensor, ""]:
     return norm.only_if(norm.has_gain, linalg.vector_norm(norm.gain))
 
 
-@metric(
-    family="final_norm",
-    needs="norm",
-    version=1,
-    cite="machina2024anisotropy",
+@_of_the_norm(
     null="none",
     reason="a bias is compared with other checkpoints, not with chance",
     populations=("all",),
-    min_points=1,
     undefined="the final norm has no bias",
 )
 def norm_bias(norm: Affine) -> Float[Tensor, ""]:
@@ -71,15 +65,10 @@ def norm_bias(norm: Affine) -> Float[Tensor, ""]:
     return norm.only_if(norm.has_bias, linalg.vector_norm(norm.bias))
 
 
-@metric(
-    family="final_norm",
-    needs="norm",
-    version=1,
-    cite="machina2024anisotropy",
+@_of_the_norm(
     null="none",
     reason="a ratio of weights is compared with other checkpoints, not with chance",
     populations=("all",),
-    min_points=1,
     undefined="the final norm has no bias, or no gain, or a gain of zero",
 )
 def norm_bias_ratio(norm: Affine) -> Float[Tensor, ""]:
@@ -94,15 +83,10 @@ def norm_bias_ratio(norm: Affine) -> Float[Tensor, ""]:
     return norm.only_if(norm.has_bias and norm.has_gain and bool(length > 0), linalg.vector_norm(norm.bias) / length)
 
 
-@metric(
-    family="final_norm",
-    needs="norm",
-    version=1,
+@_of_the_norm(
     invariant_to="",
-    cite="machina2024anisotropy",
     null="none",
     reason="a ratio of weights is compared with other checkpoints, not with chance",
-    min_points=1,
     undefined="the final norm has no bias, or a gain of zero",
 )
 def norm_bias_ratio_effective(norm: Affine) -> Float[Tensor, ""]:
@@ -118,16 +102,11 @@ def norm_bias_ratio_effective(norm: Affine) -> Float[Tensor, ""]:
     return norm.only_if(norm.has_bias and bool(length > 0), linalg.vector_norm(norm.bias) / length)
 
 
-@metric(
-    family="final_norm",
-    needs="norm",
-    version=1,
+@_of_the_norm(
     invariant_to="rotation scale",
     bounds=(0.0, 1.0),
-    cite="machina2024anisotropy",
     null="exact",
     closed_form=lambda n, d: n**-0.5,
-    min_points=1,
     undefined="all final states are zero",
 )
 def residual_drift(norm: Affine) -> Float[Tensor, ""]:
@@ -144,16 +123,11 @@ def residual_drift(norm: Affine) -> Float[Tensor, ""]:
     return linalg.vector_norm(drift) / size.sum().sqrt()
 
 
-@metric(
-    family="final_norm",
-    needs="norm",
-    version=1,
+@_of_the_norm(
     invariant_to="",
     bounds=(-1.0, 1.0),
-    cite="machina2024anisotropy",
     null="exact",
     closed_form=lambda n, d: 0.0,
-    min_points=1,
     undefined="the final norm has no bias, or its bias or the drift is zero",
 )
 def drift_cancellation(norm: Affine) -> Float[Tensor, ""]:

@@ -1,0 +1,1 @@
+"""The commands, one room for each kind of work."""

@@ -1,0 +1,224 @@
+"""What is there and what came of it, for people: lists, status, plans, verdicts, the environment."""
+
+import json
+import math
+import platform
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from anisoscope.claims import Correlation, Verdict
+from anisoscope.errors import SpecError
+from anisoscope.integrity import Verified
+from anisoscope.printing import format_value, open_console
+from anisoscope.status import Overview, as_table
+
+
+def listing(what: str, model: str | None = None, revisions: str | None = None) -> list[dict[str, Any]]:
+    """The rows of `ls`."""
+    if what == "checkpoints" and model is not None:
+        from anisoscope.checkpoints import find_checkpoints
+
+        return [
+            {name: getattr(item, name) for name in ("model", "revision", "stage", "step", "tokens", "commit")}
+            for item in find_checkpoints(model, revisions=revisions)
+        ]
+    if what == "metrics":
+        from anisoscope.metrics import all_metrics
+
+        return [
+            {
+                "family": item.family,
+                "metric": item.name,
+                "version": item.version,
+                "null": item.null,
+                "populations": ",".join(item.populations),
+                "cite": item.cite,
+                "what": item.summary,
+            }
+            for item in all_metrics().values()
+        ]
+    if what == "models":
+        from anisoscope.layout import FAMILIES
+
+        return [{"kind": kind, "families": ", ".join(names)} for kind, names in FAMILIES.items()]
+    if what == "corpora":
+        from anisoscope.corpora import CORPORA
+
+        return [{"corpus": name, "what": text} for name, text in CORPORA.items()]
+    if what == "protocols":
+        from anisoscope.protocols import load_protocol, protocol_names
+
+        papers = [load_protocol(name) for name in protocol_names()]
+        return [{"protocol": p.name, "what": p.title, "models": len(p.models), "cite": p.cite} for p in papers]
+    raise SpecError(f"ls lists metrics, models, corpora, protocols or checkpoints; came {what!r}")
+
+
+def print_listing(what: str, rows: Sequence[dict[str, Any]]) -> None:
+    """A listing as a table, and a sentence on what it does not say."""
+    console = open_console()
+    table = Table(box=None, pad_edge=False)
+    for name in rows[0]:
+        table.add_column(name)
+    for row in rows:
+        table.add_row(*(Text("" if value is None else str(value)) for value in row.values()))
+    console.print(table)
+    if what == "models":
+        console.print(
+            "\nThese families are tested. Any other transformers model works where its blocks and final norm are found "
+            "and proven\nat load: `anisoscope doctor MODEL` tells. A hub name, a local folder or a .gguf file."
+        )
+
+
+def print_status(seen: Overview) -> None:
+    """The units of a run and their states."""
+    console = open_console()
+    console.print(as_table(seen.rows))
+    console.print(seen.sentence())
+
+
+def print_plan(verified: Verified, *, corpora: Sequence[str], as_json: bool) -> None:
+    """What a sweep would measure, and how much it would read or download."""
+    rows = [
+        {
+            "model": item.model,
+            "revision": item.revision,
+            "stage": item.stage,
+            "step": item.step,
+            "tokens": item.tokens,
+            "commit": item.commit,
+            "bytes": item.size,
+            "suspect": item.suspect,
+        }
+        for item in verified.checkpoints
+    ]
+    if as_json:
+        print(json.dumps(rows, ensure_ascii=False))
+        return
+    console = open_console()
+    table = Table(box=None, pad_edge=False)
+    for name in rows[0]:
+        table.add_column(name, justify="right" if name in ("step", "tokens", "bytes") else "left", overflow="fold")
+    for row in rows:
+        told = {**row, "bytes": format_bytes(row["bytes"]), "commit": (row["commit"] or "")[:12]}
+        table.add_row(*(Text("" if value is None else str(value)) for value in told.values()))
+    console.print(table)
+    total = format_bytes(sum(row["bytes"] for row in rows))
+    console.print(
+        f"{len(rows)} checkpoints x {len(corpora)} corpora ({', '.join(corpora)}) = {len(rows) * len(corpora)} units, "
+        f"{total} in all, {format_bytes(max(row['bytes'] for row in rows))} the largest"
+    )
+    if verified.findings:
+        console.print(f"{len(verified.findings)} are suspicious: the sweep stops at them unless --no-verify is given")
+
+
+def format_bytes(count: int) -> str:
+    """A size as people say it."""
+    size, unit = float(count), "B"
+    for larger in ("kB", "MB", "GB", "TB"):
+        if size < 1000:
+            break
+        size, unit = size / 1000, larger
+    return f"{size:.3g} {unit}"
+
+
+def print_verdicts(verdicts: Sequence[Verdict]) -> None:
+    """What holds, what does not, and what cannot be told; then each verdict as a sentence."""
+    console = open_console()
+    if not verdicts:
+        console.print("nothing measured here speaks to a claim: they need leading_variance or twonn at blocks")
+        return
+    table = Table(box=None, pad_edge=False)
+    for name in ("claim", "holds", "about", "estimator", "population", "effect", "interval", "corrected p"):
+        table.add_column(name, justify="right" if name in ("effect", "interval", "corrected p") else "left")
+    for one in verdicts:
+        low, high = one.interval
+        table.add_row(
+            one.claim,
+            {True: "yes", False: "no", None: "?"}[one.holds],
+            Text(", ".join(part for part in (one.subject, one.variant) if part)),
+            one.metric,
+            one.population,
+            format_value(one.effect),
+            "–" if math.isnan(low) else f"{format_value(low)} … {format_value(high)}",
+            format_value(one.p_adjusted),
+        )
+    console.print(table)
+    console.print()
+    for one in verdicts:
+        console.print(Text(f"· {one.text}"))
+
+
+def print_correlations(found: Sequence[Correlation]) -> None:
+    """Correlations over checkpoints, of levels and of first differences."""
+    if not found:
+        return
+    console = open_console()
+    console.print(Text(f"\n{found[0].measure} against {found[0].against}, over checkpoints", style="bold"))
+    table = Table(box=None, pad_edge=False)
+    for name in ("model", "corpus", "of", "kind", "value", "interval", "p", "checkpoints"):
+        table.add_column(name, justify="right" if name in ("value", "interval", "p", "checkpoints") else "left")
+    for one in found:
+        low, high = one.interval
+        interval = "–" if math.isnan(low) else f"{format_value(low)} … {format_value(high)}"
+        numbers = (format_value(one.value), interval, format_value(one.p), str(one.checkpoints))
+        table.add_row(Text(one.model), Text(one.corpus), one.of, one.kind, *numbers)
+    console.print(table)
+    console.print("Series that drift correlate by their levels whatever they are about: the differences have the p.")
+
+
+def print_environment() -> None:
+    """What is installed, and what each missing part would be good for."""
+    import torch
+
+    console = open_console()
+    table = Table(box=None, pad_edge=False)
+    for name in ("what", "found", "for"):
+        table.add_column(name)
+    table.add_row("python", platform.python_version(), "")
+    for package, purpose in (
+        ("anisoscope", ""),
+        ("torch", ""),
+        ("transformers", ""),
+        ("pyarrow", ""),
+        ("accelerate", "--device-map and .gguf files: pip install 'anisoscope[gguf]'"),
+        ("gguf", ".gguf files: pip install 'anisoscope[gguf]'"),
+        ("datasets", "hf:DATASET corpora: pip install 'anisoscope[data]'"),
+        ("ray", "sweep --engine ray: pip install 'anisoscope[ray]'"),
+        ("submitit", "sweep --engine slurm: pip install 'anisoscope[slurm]'"),
+    ):
+        try:
+            found = version(package)
+        except PackageNotFoundError:
+            found = "not installed"
+        table.add_row(package, found, Text(purpose))
+    devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] or ["cpu only"]
+    table.add_row("device", ", ".join(devices), f"{torch.get_num_threads()} threads")
+    console.print(table)
+
+
+def print_layout(model: Any) -> None:
+    """The sites of a loaded model and what was proven about them."""
+    console = open_console()
+    console.print(Text(f"{model.name}: {model.kind}, loss head: {model.head or 'none'}, weights {model.weights[:16]}"))
+    for stack in model.layout.stacks:
+        title = f"{stack.name} stack" if stack.name else None
+        table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+        table.add_column("site")
+        table.add_column("is")
+        table.add_row("embed", Text(f"input of {stack.blocks[0]}"))
+        for number, path in enumerate(stack.blocks):
+            call = stack.blocks[:number].count(path)
+            table.add_row(f"block.{number}", Text(f"output of {path}" + (f", call {call + 1}" if call else "")))
+        table.add_row(
+            "final_norm",
+            Text(f"output of {stack.final_norm}" if stack.final_norm else "none: the stack ends with its last block"),
+        )
+        console.print(table)
+    for check in model.checks:
+        console.print(Text(f"proven: {check}"))
+    for note in model.notes:
+        console.print(Text(f"note: {note}"))
