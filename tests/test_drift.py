@@ -402,7 +402,8 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
 
 
 def moved(before: Tensor, after: Tensor, state: Tensor, counts: np.ndarray | None = None) -> RowUpdates:
-    return RowUpdates.between(before, after, state, np.ones(len(before), int) if counts is None else counts)
+    known = np.ones(len(before), int) if counts is None else counts
+    return RowUpdates.between(before, after, state, torch.from_numpy(known))
 
 
 def test_common_drift_known_answers() -> None:

@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parent.parent / "src" / "anisoscope"
 # Each room may use rooms of earlier lines, in its own wing: computing (with torch), reading (without).
 COMPUTING = (
     {"errors", "records", "progress", "revisions"},
-    {"store", "hub"},
+    {"store", "hub", "schedules", "sinks", "presets", "conditions", "undisturbed"},
     {"status", "sources"},
     {"kernels"},
     {"cloud", "metrics"},
@@ -22,25 +22,31 @@ COMPUTING = (
     {"weights", "repairs"},
     {"wikitext"},
     {"corpora"},
-    {"text", "trace"},
+    {"lab", "sampling", "baselines", "penalties"},
+    {"text", "trace", "tokens"},
     {"layout"},
     {"models", "norms"},
+    {"taps", "probes"},
     {"capture", "owners", "rooms", "attention"},
     {"gauge"},
+    {"gradients", "updates"},
     {"walk"},
-    {"counterfactuals", "drift"},
+    {"counterfactuals", "drift", "live"},
+    {"shells", "trainer"},
+    {"training"},
     {"integrity"},
     {"checkpoints", "fetch"},
     {"jobs"},
     {"engines"},
-    {"sweep", "lab"},
+    {"sweep"},
     {"commands"},
     {"cli"},
     {"__main__"},
 )
 READING = (
-    {"errors", "records", "progress", "revisions"},
-    {"store", "protocols", "integrity", "flags"},
+    {"errors", "records", "progress", "revisions", "wikitext"},
+    {"store", "protocols", "integrity", "flags", "corpora"},
+    {"lab"},
     {"status", "claims", "conditions", "figures", "stages"},
     {"printing"},
     {"listings"},
@@ -73,6 +79,13 @@ TORCH_FREE = (
     "cli",
     "corpora",
     "text",
+    "lab",
+    "sampling",
+    "baselines",
+    "schedules",
+    "sinks",
+    "presets",
+    "probes",
 )
 
 
@@ -186,7 +199,8 @@ def test_public_names_are_those_promised() -> None:
     import anisoscope
 
     promised = (
-        "AnisoscopeError Estimate Record Spec Store Unit Verdict __version__ estimate figures judge measure run_sweep"
+        "AnisoscopeError Estimate LightningCallback Record Scope Spec Store TrainerCallback Unit Verdict __version__ "
+        "estimate every figures judge log_spaced measure run_sweep"
     )
     assert sorted(anisoscope.__all__) == sorted(promised.split())
     for name in anisoscope.__all__:

@@ -12,10 +12,15 @@ if TYPE_CHECKING:
     from anisoscope.claims import judge as judge
     from anisoscope.errors import AnisoscopeError as AnisoscopeError
     from anisoscope.estimates import estimate as estimate
+    from anisoscope.live import Scope as Scope
     from anisoscope.records import Estimate as Estimate
     from anisoscope.records import Record as Record
     from anisoscope.records import Spec as Spec
     from anisoscope.records import Unit as Unit
+    from anisoscope.schedules import every as every
+    from anisoscope.schedules import log_spaced as log_spaced
+    from anisoscope.shells import LightningCallback as LightningCallback  # pyright: ignore[reportAttributeAccessIssue]
+    from anisoscope.shells import TrainerCallback as TrainerCallback
     from anisoscope.store import Store as Store
     from anisoscope.sweep import run_sweep as run_sweep
     from anisoscope.walk import measure as measure
@@ -25,13 +30,18 @@ __version__ = "0.1.0"
 _ROOM_OF = {
     "AnisoscopeError": "errors",
     "Estimate": "records",
+    "LightningCallback": "shells",
     "Record": "records",
+    "Scope": "live",
     "Spec": "records",
     "Store": "store",
+    "TrainerCallback": "shells",
     "Unit": "records",
     "Verdict": "claims",
     "estimate": "estimates",
+    "every": "schedules",
     "judge": "claims",
+    "log_spaced": "schedules",
     "measure": "walk",
     "run_sweep": "sweep",
 }
@@ -39,15 +49,20 @@ _ROOM_OF = {
 __all__ = [
     "AnisoscopeError",
     "Estimate",
+    "LightningCallback",
     "Record",
+    "Scope",
     "Spec",
     "Store",
+    "TrainerCallback",
     "Unit",
     "Verdict",
     "__version__",
     "estimate",
+    "every",
     "figures",
     "judge",
+    "log_spaced",
     "measure",
     "run_sweep",
 ]

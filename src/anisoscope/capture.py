@@ -56,7 +56,7 @@ def capture(
     seen: set[Site] = set()
     calls = Counter[tuple[str, bool]]()
     handles: list[Any] = []
-    hooks = _hooks_for(model, wanted)
+    hooks = hooks_for(model, wanted)
     if norms is None and any(site.name in _STAGES for site in wanted):
         norms = read_norms(model.module, model.layout)
 
@@ -89,7 +89,7 @@ def capture(
     missing = [site.name for site in wanted if site not in seen]
     if missing:
         raise LayoutError(f"{model.name}: no state was seen at {', '.join(missing)}")
-    return Captured(states={site: states[site] for site in wanted if site in states}, logits=_logits(model, output))
+    return Captured(states={site: states[site] for site in wanted if site in states}, logits=logits_of(model, output))
 
 
 def _inside_norm(site: Site, state: Float[Tensor, "b t d"], norm: Norm | str) -> Float[Tensor, "b t d"]:
@@ -99,7 +99,7 @@ def _inside_norm(site: Site, state: Float[Tensor, "b t d"], norm: Norm | str) ->
     return (norm.normalise(state) if site.name == "final_norm.normed" else norm.gained(state)).to(state.dtype)
 
 
-def _hooks_for(model: Model, sites: tuple[Site, ...]) -> dict[tuple[str, bool], dict[int, list[Site]]]:
+def hooks_for(model: Model, sites: tuple[Site, ...]) -> dict[tuple[str, bool], dict[int, list[Site]]]:
     """Which call of which module shows which sites: (path, before the call?) -> number of the call -> sites."""
     known = set(sites_of(model.layout, stages=True))
     unknown = [site for site in sites if site not in known]
@@ -122,7 +122,8 @@ def _hooks_for(model: Model, sites: tuple[Site, ...]) -> dict[tuple[str, bool], 
     return hooks
 
 
-def _logits(model: Model, output: Any) -> Tensor | None:
+def logits_of(model: Model, output: Any) -> Tensor | None:
+    """The logits in what a model returns; None where it has no language-model head."""
     if model.head is None:
         return None
     return output.logits if hasattr(output, "logits") else output[0]
@@ -155,7 +156,7 @@ def token_losses(
     if mask_token is None:
         return None
     masked = draw_masked(input_ids, tuple(model.tokenizer.all_special_ids), seeds)
-    logits = _logits(model, run_module(model.module, input_ids.masked_fill(masked, mask_token)))
+    logits = logits_of(model, run_module(model.module, input_ids.masked_fill(masked, mask_token)))
     assert logits is not None
     losses = torch.full(input_ids.shape, torch.nan, device=logits.device)
     for row, target, loss, hidden in zip(

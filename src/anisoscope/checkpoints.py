@@ -17,7 +17,7 @@ from anisoscope.integrity import Verified, verify
 from anisoscope.progress import show_progress
 from anisoscope.records import Checkpoint, WeightFile
 from anisoscope.revisions import ENDS_WITH_MAIN, look_up, place_in_training, place_of, training_order
-from anisoscope.sources import check_repo_name, hash_file, is_commit, locate, pick_weights
+from anisoscope.sources import check_repo_name, hash_file, is_commit, locate, pick_weights, run_folder
 
 # Besides the weights: what loading a model reads. Optimizer states and other formats are left where they are.
 _SMALL = ("*.json", "*.txt", "*.model", "*.py", "*.jinja")
@@ -55,8 +55,9 @@ def _list_names(model: str) -> tuple[list[str], dict[str, str]]:
     """Names of all revisions, and the commits of those on the hub."""
     if "*" in model:
         return _list_family(model)
-    if Path(model).is_dir():
-        return sorted(item.name for item in Path(model).iterdir() if item.is_dir()), {}
+    folder = run_folder(model)
+    if folder is not None:
+        return sorted(item.name for item in folder.iterdir() if item.is_dir()), {}
     check_repo_name(model)
     from huggingface_hub import HfApi
 

@@ -10,13 +10,14 @@ import fnmatch
 import operator
 import re
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
 
 from anisoscope.errors import SpecError
-from anisoscope.records import POPULATIONS, site_order
+from anisoscope.records import POPULATIONS, Record, site_order
 from anisoscope.revisions import training_order
 
 _OPERATORS = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}
@@ -87,6 +88,23 @@ class Condition:
         }
         there = "; ".join(f"{name}: {values}" for name, values in measured.items())
         return f"no measured value is concerned by {self}; measured were {there}"
+
+
+class Gate:
+    """A condition on a training that is watched: for how many measured steps in a row has it held at each site?"""
+
+    def __init__(self, condition: Condition, *, stops: bool) -> None:
+        self.condition, self.stops = condition, stops
+        self._held: dict[tuple[str | None, str], int] = {}
+
+    def closes(self, records: Iterable[Record]) -> list[str] | None:
+        """Sites where, with the records of one more step, it has held long enough; None where none is concerned."""
+        mine = [row for row in records if self.condition.concerns(row.metric, row.site, row.population)]
+        for row in mine:
+            place = row.stack, row.site
+            self._held[place] = self._held.get(place, 0) + 1 if self.condition.holds(row.value) else 0
+        closed = [site for (_, site), times in self._held.items() if times >= self.condition.checkpoints]
+        return closed if mine else None
 
 
 def parse_place(text: str) -> tuple[str, str, str]:

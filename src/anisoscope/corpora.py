@@ -35,6 +35,7 @@ SEPARATOR = "\n\n"
 """Stands between two documents that share a window."""
 HUB_CHARACTERS = 100_000_000
 """Random rows of a hub dataset are read until they hold this many characters: as many as enwik8 has bytes."""
+HELD_OUT_EVERY = 50
 CLEANING_VERSION = 1
 """Raised whenever the cleaned text of an unchanged enwik8 changes."""
 ENWIK8_URL = "http://mattmahoney.net/dc/enwik8.zip"
@@ -61,8 +62,11 @@ def load_corpus(name: str) -> Corpus:
     A name of `CORPORA` wins over a file of the same name (write `./pydoc` for the file); then `-` (standard input),
     `enwik8:PATH`, `hf:DATASET[@CONFIG][:SPLIT[:COLUMN]]` (hub or local), and a file or folder. `.gz` files are
     unpacked, each line of a `.jsonl` file is a document with a `text` field, and every other file is one document.
+    `heldout:NAME` is the part of a corpus that the lab never trains on.
     """
     path = Path(name)
+    if name.startswith("heldout:"):
+        return split_held_out(load_corpus(name.removeprefix("heldout:")))[1]
     if name in _READERS:
         return _READERS[name](name)
     if name == "-":
@@ -85,6 +89,17 @@ def load_corpus(name: str) -> Corpus:
         f"no corpus, file or folder is called {name!r}.{guess} Known: {', '.join(CORPORA)}; a file or folder; "
         "hf:DATASET[@CONFIG][:SPLIT[:COLUMN]]; - for standard input"
     )
+
+
+def split_held_out(corpus: Corpus) -> tuple[Corpus, Corpus]:
+    """What the lab trains on, and what it holds out: every 50th document, or the last of fewer."""
+    every = min(HELD_OUT_EVERY, len(corpus.documents))
+    if every < 2:
+        raise CorpusError(f"corpus {corpus.name} is one document; training holds documents out and needs at least two")
+    titled = list(zip(corpus.titles, corpus.documents, strict=True))
+    kept = [pair for place, pair in enumerate(titled) if place % every != every - 1]
+    held_out = titled[every - 1 :: every]
+    return _gather(f"trained:{corpus.name}", kept), _gather(f"heldout:{corpus.name}", held_out, corpus.notes)
 
 
 def _gather(name: str, texts: Iterable[tuple[str, str]], notes: tuple[str, ...] = ()) -> Corpus:

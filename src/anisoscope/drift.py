@@ -81,7 +81,7 @@ def follow_drift(
                 start = time.time()
                 before, after = rows_of(earlier), rows_of(later)
                 assert counts is not None
-                moved = RowUpdates.between(before.matrix, after.matrix, before.mean_state, counts)
+                moved = RowUpdates.between(before.matrix, after.matrix, before.mean_state, torch.from_numpy(counts))
                 units.append(_unit(asked, moved, earlier, later, after.kind, time.time() - start))
                 if store is not None:
                     store.put(units[-1])

@@ -1,16 +1,157 @@
-"""Small models built on the spot, offline: for the demo, and to try things on."""
+"""The lab's nouns: what to train (`Recipe`), what came of it (`Trained`); and small models and tokenizers.
 
-from dataclasses import dataclass
+Nothing heavy is imported before a model or tokenizer is built: a command line can read the defaults at once.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
-
-import torch
 
 from anisoscope.corpora import Corpus
 from anisoscope.errors import SpecError
 
 VOCABULARY = 2048
-# Characters of the corpus a small tokenizer learns from: enough for 2,048 entries, read in about a second.
+# Characters of the corpus a tokenizer of that size learns from: enough for it, read in about a second.
 TOKENIZER_CHARACTERS = 1_000_000
+LAYOUTS = {"gpt_neox": "decoder", "bert": "encoder", "eurobert": "encoder"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """Everything that can change the weights of a training. The same recipe gives the same bits on the same CPU."""
+
+    kind: str = "decoder"
+    """`decoder` (predicts the next token) or `encoder` (predicts masked tokens)."""
+    layout: str | None = None
+    """`gpt_neox` (decoder, pre-norm), `bert` (encoder, post-norm), `eurobert` (encoder, pre-norm); None: the first."""
+    layers: int = 6
+    width: int = 128
+    heads: int = 4
+    tied: bool | None = None
+    """Whether the head is the embedding; None: as the family has it (BERT tied, the others not)."""
+    dropout: float = 0.0
+    corpus: str = "pydoc"
+    """Whatever `load_corpus` reads. Every 50th document is held out."""
+    vocabulary: int = VOCABULARY
+    """Entries of the byte-level BPE that is learned from the corpus."""
+    seq_len: int = 256
+    batch_size: int = 32
+    """Windows of `seq_len` tokens in one step."""
+    steps: int = 2000
+    learning_rate: float = 1e-3
+    """At the end of warm-up; it falls along a cosine to a tenth."""
+    warmup: int = 100
+    """Steps in which the learning rate rises evenly from its first fraction. It is never 0."""
+    weight_decay: float = 0.1
+    """Not for norms and biases."""
+    gradient_clip: float = 1.0
+    mask_rate: float = 0.15
+    """Encoders: share of the tokens to be predicted. 80 % of them are masked, 10 % replaced, 10 % left as they are."""
+    sampling_exponent: float = 1.0
+    """A type of frequency f is learned from as if its frequency were f to this power; see `sampling`."""
+    regularize: Mapping[str, float] = field(default_factory=dict)
+    """Metric -> weight: added to the loss, measured on the states after the final norm. See `penalties`."""
+    dtype: str = "auto"
+    """`float32`, or `bfloat16` (autocast; weights stay float32); auto: bfloat16 on a GPU, float32 on a CPU."""
+    checkpoints: int = 12
+    """How many to keep: step 0, the last, and others evenly between them in log step."""
+    log_every: int = 50
+    """Steps between two rows of losses.jsonl; every checkpoint has a row too."""
+    held_out_tokens: int = 65536
+    """At most so many are evaluated at a checkpoint."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be trained."""
+        if self.kind not in ("decoder", "encoder"):
+            raise SpecError(f"kind is decoder or encoder; came {self.kind!r}")
+        if self.layout is not None and LAYOUTS.get(self.layout) != self.kind:
+            fitting = ", ".join(name for name, kind in LAYOUTS.items() if kind == self.kind)
+            raise SpecError(f"the layout of this {self.kind} is one of {fitting}; came {self.layout!r}")
+        if self.dtype not in ("auto", "float32", "bfloat16"):
+            raise SpecError(f"dtype is auto, float32 or bfloat16; came {self.dtype!r}")
+        if self.heads < 1 or self.width % (8 * self.heads):
+            raise SpecError(f"a head's width is a multiple of 8; {self.width} cannot be dealt to {self.heads} heads")
+        least = {"layers": 1, "vocabulary": 261, "seq_len": 4, "batch_size": 1, "steps": 1, "warmup": 0}
+        least |= {"checkpoints": 2, "log_every": 1, "held_out_tokens": 1, "seed": 0}
+        for name, number in least.items():
+            if getattr(self, name) < number:
+                raise SpecError(f"{name} is at least {number}; came {getattr(self, name)}")
+        if not 0 < self.mask_rate < 1 or not 0 <= self.dropout < 1:
+            raise SpecError(f"mask_rate and dropout are shares; came {self.mask_rate} and {self.dropout}")
+
+    @property
+    def family(self) -> str:
+        """The layout, chosen or given."""
+        return self.layout or ("gpt_neox" if self.kind == "decoder" else "bert")
+
+    @property
+    def tokens_per_step(self) -> int:
+        """How many tokens a step reads."""
+        return self.batch_size * self.seq_len
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loss:
+    """One row of the loss curve, in nats per predicted token."""
+
+    step: int
+    tokens: int
+    train: float | None
+    """Mean over the steps since the row before: what was minimised, without penalties. None before the first step."""
+    held_out: float | None
+    """Unweighted, on the held-out documents; only at checkpoints."""
+    penalty: float | None = None
+    """Mean of the weighted penalties since the row before."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """What came of a training, or of the part that is done."""
+
+    recipe: Recipe
+    output: Path
+    finished: bool
+    step: int
+    tokens: int
+    losses: tuple[Loss, ...]
+    unigram: float
+    """What counting tokens alone loses on the held-out text, in nats per token."""
+    bigram: float
+    """The same, knowing the token before (interpolated Kneser-Ney)."""
+    seconds: float
+    """Training, evaluation and saving, over all parts."""
+    checkpoints: tuple[Path, ...]
+    sampling_exponent: float
+    """As achieved; NaN before the first step."""
+    void: str | None
+    """Why the run says nothing about its sampling exponent, or None."""
+
+
+def checkpoint_steps(steps: int, count: int) -> tuple[int, ...]:
+    """Step 0, step 1, the last, and others evenly between them in log step: `count` in all, where there are as many.
+
+    >>> checkpoint_steps(1000, 8)
+    (0, 1, 3, 10, 32, 100, 316, 1000)
+    >>> checkpoint_steps(3, 8)
+    (0, 1, 2, 3)
+    """
+    if count >= steps + 1:
+        return tuple(range(steps + 1))
+    if count == 2:
+        return (0, steps)
+    # Early steps fall together: spread more than wanted until enough different ones are left.
+    for spread in range(count - 1, 100 * count):
+        found = {round(steps ** (place / (spread - 1))) for place in range(spread)} if spread > 1 else {steps}
+        if len(found) >= count - 1:
+            break
+    else:
+        raise SpecError(f"{count} checkpoints cannot be spread over {steps} steps")
+    ordered = sorted(found)
+    while len(ordered) > count - 1:
+        del ordered[-2]
+    return (0, *ordered)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,12 +159,13 @@ class Untrained:
     """A model with random weights and a tokenizer learned from the corpus."""
 
     name: str
-    module: torch.nn.Module
+    module: Any
     tokenizer: Any
 
 
 def build_untrained(kind: Literal["decoder", "encoder"], corpus: Corpus, *, seed: int = 0) -> Untrained:
     """A pre-norm causal decoder or a post-norm bidirectional encoder, 6 blocks of width 128, never trained."""
+    import torch
     from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
 
     if kind not in ("decoder", "encoder"):
@@ -58,8 +200,44 @@ def build_untrained(kind: Literal["decoder", "encoder"], corpus: Corpus, *, seed
     return Untrained(name=f"untrained-{kind}", module=module.eval(), tokenizer=tokenizer)
 
 
-def train_tokenizer(corpus: Corpus, kind: Literal["decoder", "encoder"]) -> Any:
-    """A byte-level BPE of 2,048 entries; an encoder's sequences begin with [CLS] and end with [SEP]."""
+def build_model(recipe: Recipe, tokenizer: Any) -> Any:
+    """The module of a recipe, with the random weights of its seed."""
+    import torch
+    import transformers
+
+    size: dict[str, Any] = {
+        "vocab_size": recipe.vocabulary,
+        "hidden_size": recipe.width,
+        "num_hidden_layers": recipe.layers,
+        "num_attention_heads": recipe.heads,
+        "intermediate_size": 4 * recipe.width,
+        "max_position_embeddings": recipe.seq_len,
+        "tie_word_embeddings": recipe.family == "bert" if recipe.tied is None else recipe.tied,
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+    }
+    if recipe.family == "gpt_neox":
+        dropout: dict[str, Any] = {"hidden_dropout": recipe.dropout, "attention_dropout": recipe.dropout}
+        config: Any = transformers.GPTNeoXConfig(**size, **dropout)
+        build: Any = transformers.GPTNeoXForCausalLM
+    elif recipe.family == "bert":
+        dropout = {"hidden_dropout_prob": recipe.dropout, "attention_probs_dropout_prob": recipe.dropout}
+        config, build = transformers.BertConfig(**size, **dropout), transformers.BertForMaskedLM
+    else:
+        # Its gated MLP has three matrices where the others have two: two thirds of the width, for as many weights.
+        size |= {"intermediate_size": 8 * round(recipe.width / 3), "mask_token_id": tokenizer.mask_token_id}
+        config = transformers.EuroBertConfig(**size, attention_dropout=recipe.dropout)
+        build = transformers.EuroBertForMaskedLM
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(recipe.seed)
+        return build(config)
+
+
+def train_tokenizer(
+    corpus: Corpus, kind: Literal["decoder", "encoder"], *, vocabulary: int = VOCABULARY, seq_len: int | None = None
+) -> Any:
+    """A byte-level BPE; an encoder's sequences begin with [CLS] and end with [SEP]. `seq_len` is its stated limit."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -68,24 +246,25 @@ def train_tokenizer(corpus: Corpus, kind: Literal["decoder", "encoder"]) -> Any:
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
+        vocab_size=vocabulary,
         special_tokens=special,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    bpe.train_from_iterator(_sample(corpus), trainer)
+    bpe.train_from_iterator(_sample(corpus, vocabulary), trainer)
+    limit: dict[str, Any] = {} if seq_len is None else {"model_max_length": seq_len}
     if kind == "decoder":
-        return PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token=special[0], eos_token=special[0])
+        return PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token=special[0], eos_token=special[0], **limit)
     bpe.post_processor = processors.TemplateProcessing(
         single="[CLS] $A [SEP]", special_tokens=[("[CLS]", special.index("[CLS]")), ("[SEP]", special.index("[SEP]"))]
     )
     return PreTrainedTokenizerFast(
-        tokenizer_object=bpe, pad_token="[PAD]", cls_token="[CLS]", sep_token="[SEP]", mask_token="[MASK]"
+        tokenizer_object=bpe, pad_token="[PAD]", cls_token="[CLS]", sep_token="[SEP]", mask_token="[MASK]", **limit
     )
 
 
-def _sample(corpus: Corpus) -> list[str]:
-    """Documents spread evenly over the corpus, up to the character limit."""
+def _sample(corpus: Corpus, vocabulary: int) -> list[str]:
+    """Documents spread evenly over the corpus, up to the character limit, which grows with the vocabulary."""
     total = sum(len(document) for document in corpus.documents)
-    stride = max(1, total // TOKENIZER_CHARACTERS)
+    stride = max(1, total // (TOKENIZER_CHARACTERS * max(1, vocabulary // VOCABULARY)))
     return list(corpus.documents[::stride])

@@ -3,16 +3,20 @@
 import json
 import math
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.compute as pc
 from rich.table import Table
 from rich.text import Text
 
 from anisoscope.claims import Correlation, Verdict
 from anisoscope.errors import SpecError
+from anisoscope.figures import count_label, dynamics_data
 from anisoscope.integrity import Verified
+from anisoscope.lab import Trained
 from anisoscope.printing import format_value, open_console
 from anisoscope.status import Overview, as_table
 
@@ -125,12 +129,18 @@ def format_bytes(count: int) -> str:
     return f"{size:.3g} {unit}"
 
 
-def print_verdicts(verdicts: Sequence[Verdict]) -> None:
-    """What holds, what does not, and what cannot be told; then each verdict as a sentence."""
+def print_verdicts(verdicts: Sequence[Verdict], *, only_told: bool = False) -> None:
+    """What holds, what does not, and what cannot be told; then each verdict as a sentence.
+
+    `only_told` leaves out what cannot be told, but for a line that names it.
+    """
     console = open_console()
     if not verdicts:
         console.print("nothing measured here speaks to a claim: they need leading_variance or twonn at blocks")
         return
+    untold = list(dict.fromkeys(one.claim for one in verdicts if one.holds is None))
+    if only_told:
+        verdicts = [one for one in verdicts if one.holds is not None]
     table = Table(box=None, pad_edge=False)
     for name in ("claim", "holds", "about", "estimator", "population", "effect", "interval", "corrected p"):
         table.add_column(name, justify="right" if name in ("effect", "interval", "corrected p") else "left")
@@ -150,6 +160,8 @@ def print_verdicts(verdicts: Sequence[Verdict]) -> None:
     console.print()
     for one in verdicts:
         console.print(Text(f"· {one.text}"))
+    if only_told and untold:
+        console.print(Text(f"· Cannot be told from so few models and seeds: {', '.join(untold)}."))
 
 
 def print_correlations(found: Sequence[Correlation]) -> None:
@@ -168,6 +180,67 @@ def print_correlations(found: Sequence[Correlation]) -> None:
         table.add_row(Text(one.model), Text(one.corpus), one.of, one.kind, *numbers)
     console.print(table)
     console.print("Series that drift correlate by their levels whatever they are about: the differences have the p.")
+
+
+def print_dynamics(table: pa.Table, model: str) -> None:
+    """How the geometry of one model went with its training: means over blocks, and the loss."""
+    console = open_console()
+    mine = table.filter(pc.field("model") == model)
+    columns = {
+        f"{metric}[{population}]": {
+            row["step"]: row for row in dynamics_data(mine, metric=metric, populations=(population,)).to_pylist()
+        }
+        for metric, population in _DYNAMICS
+    }
+    losses = mine.filter(pc.field("metric") == "loss").to_pylist()
+    columns["loss"] = {row["step"]: row for row in losses}
+    shown = Table(
+        box=None, pad_edge=False, title=f"{model}: means over blocks as training goes on", title_justify="left"
+    )
+    for name in ("step", *columns):
+        # Text, because square brackets would be taken for markup.
+        shown.add_column(Text(name), justify="right")
+    for step in sorted({step for rows in columns.values() for step in rows}):
+        cells = [rows.get(step) for rows in columns.values()]
+        shown.add_row(
+            count_label(step),
+            *("–" if row is None else f"{format_value(row['value'])} ± {format_value(row['spread'])}" for row in cells),
+        )
+    console.print(shown)
+
+
+_DYNAMICS = (("leading_variance", "all"), ("leading_variance", "typical"), ("twonn", "all"), ("twonn", "types"))
+
+
+def print_trained(trained: Trained, watched: Mapping[str, Any] | None = None) -> None:
+    """What came of a training."""
+    console = open_console()
+    held_out = [row for row in trained.losses if row.held_out is not None]
+    recipe = trained.recipe
+    console.print(
+        Text(
+            f"{recipe.kind} ({recipe.family}, {recipe.layers} x {recipe.width}), step {trained.step:,} of "
+            f"{recipe.steps:,}, {count_label(trained.tokens)} tokens, {trained.seconds:.0f} s"
+        )
+    )
+    if held_out:
+        console.print(
+            f"held-out loss {format_value(held_out[-1].held_out or math.nan)} nats per token; a unigram model has "
+            f"{format_value(trained.unigram)}, a bigram model {format_value(trained.bigram)}"
+        )
+    console.print(
+        f"sampling exponent: {recipe.sampling_exponent:g} asked, {format_value(trained.sampling_exponent)} achieved"
+    )
+    if trained.void:
+        console.print(Text(f"VOID: {trained.void}"))
+    if watched:
+        console.print(
+            f"{watched['measured']} steps measured live, {watched['skipped']} skipped for the budget, "
+            f"{100 * watched['share']:.1f} % of the training time"
+        )
+    if not trained.finished:
+        console.print("not finished: the same command goes on from here")
+    console.print(Text(f"checkpoints and units are in {trained.output}"))
 
 
 def print_environment() -> None:

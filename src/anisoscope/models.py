@@ -5,6 +5,7 @@ and a layout that fails its check all stop here, with one sentence that says wha
 """
 
 import hashlib
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from anisoscope.layout import is_causal
 from anisoscope.layout import select_sites as select_sites
 from anisoscope.layout import sites_of as sites_of
 from anisoscope.layout import verify_layout as verify_layout
-from anisoscope.sources import Source, hash_weights, is_commit, locate
+from anisoscope.sources import Source, hash_weights, is_commit, is_seed, locate
 from anisoscope.trace import is_encoder_decoder, make_probe, trace_module
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -43,8 +44,8 @@ class Model:
     """`encoder`, `decoder` or `encoder-decoder`."""
     head: str | None
     """Which language-model loss its logits support: `causal`, `masked` or None."""
-    weights: str
-    """Commit hash of a hub model, else SHA-256 of the weights."""
+    weights: str | None
+    """Commit hash of a hub model, else SHA-256 of the weights; None in training, where run and step name them."""
     notes: tuple[str, ...] = ()
     checks: tuple[str, ...] = ()
     """One sentence per fact that was proven when it was loaded."""
@@ -99,10 +100,13 @@ def load_model(
             "device_map": device_map,
             "output_loading_info": True,
         }
-        if not place.is_gguf:
-            _refuse_pickle(name, place.path, allow_pickle)
-            options |= {"use_safetensors": None if allow_pickle else True}
-        module, info = loader.from_pretrained(**source, **{key: v for key, v in options.items() if v is not None})
+        if place.path is not None and place.path.is_dir() and is_seed(place.path):
+            module, info = _draw(loader, config, place.path, getattr(torch, dtype)), {"missing_keys": []}
+        else:
+            if not place.is_gguf:
+                _refuse_pickle(name, place.path, allow_pickle)
+                options |= {"use_safetensors": None if allow_pickle else True}
+            module, info = loader.from_pretrained(**source, **{key: v for key, v in options.items() if v is not None})
         if device_map is None:
             module.to(where)
     module.eval()
@@ -117,6 +121,14 @@ def load_model(
     return _assemble(name, module, tokenizer, layout, probe, head=head, weights=weights, notes=notes, checks=checks)
 
 
+def _draw(loader: Any, config: Any, folder: Path, dtype: torch.dtype) -> nn.Module:
+    """The weights that a training began with, from its seed."""
+    seed = json.loads((folder / "seed.json").read_text("utf-8"))["seed"]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return loader.from_config(config, dtype=torch.float32).to(dtype)
+
+
 def adopt_model(
     module: nn.Module,
     tokenizer: Any,
@@ -124,14 +136,18 @@ def adopt_model(
     name: str,
     blocks: tuple[str, ...] = (),
     final_norm: tuple[str, ...] = (),
+    in_training: bool = False,
 ) -> Model:
-    """Take a module that is already in memory, find its layout and prove it; its training mode is left as it is."""
+    """Take a module that is already in memory, find its layout and prove it; its training mode is left as it is.
+
+    The weights of a model `in_training` are not hashed: they change at every step.
+    """
     # Hooks added after the first compiled call never fire; those of the module underneath do.
     module = getattr(module, "_orig_mod", module)
     probe = make_probe(module, tokenizer)
     layout = discover_layout(module, probe, blocks=blocks, final_norm=final_norm)
     head = next(filter(None, (_head_of(base.__name__) for base in type(module).__mro__)), None)
-    weights = _hash_module(module)
+    weights = None if in_training else _hash_module(module)
     return _assemble(name, module, tokenizer, layout, probe, head=head, weights=weights, notes=[], checks=[])
 
 
@@ -143,7 +159,7 @@ def _assemble(
     probe: Int[Tensor, "b t"],
     *,
     head: str | None,
-    weights: str,
+    weights: str | None,
     notes: list[str],
     checks: list[str],
 ) -> Model:

@@ -225,15 +225,20 @@ class Record:
     """Part of a training in several parts, where the checkpoint's name states one."""
     suspect: str | None = None
     """Why the checkpoint may not be what its name says, where its files were found to be wrong."""
+    run: str | None = None
+    """Name of the training, where it was measured live."""
 
     def as_json(self) -> dict[str, Any]:
         """The row for machines: NaN becomes null."""
-        return {item.name: _without_nan(getattr(self, item.name)) for item in fields(self)}
+        return {item.name: without_nan(getattr(self, item.name)) for item in fields(self)}
 
 
-def _without_nan(value: Any) -> Any:
+def without_nan(value: Any) -> Any:
+    """What JSON can hold: None in place of NaN and infinity, lists in place of tuples."""
+    if isinstance(value, Mapping):
+        return {name: without_nan(item) for name, item in value.items()}
     if isinstance(value, tuple):
-        return [_without_nan(item) for item in value]
+        return [without_nan(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -13,7 +13,12 @@ _DEFINING = ("config.json", "tokenizer*", "vocab*", "merges.txt", "spiece.model"
 _WEIGHTS = {
     "safetensors": re.compile(r"[^/]*\.safetensors"),
     "pickled": re.compile(r"pytorch_model[^/]*\.bin"),
+    # Weights before the first step need no file: the seed they are drawn from says which they are.
+    "seed": re.compile(r"seed\.json"),
 }
+
+POCKET = Path(__file__).parent / "pocket"
+POCKET_SUITE = ("pocket-decoder", "pocket-encoder")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +40,12 @@ def locate(model: str, revision: str | None = None) -> Source:
     """Where the files of a model are.
 
     A revision of a local folder is a subfolder of that name (`out` and `checkpoint-500`). In a family, `*` in the
-    model's name is what the revision stands for (`google/multiberts-seed_0-step_*k` and `20`).
+    model's name is what the revision stands for (`google/multiberts-seed_0-step_*k` and `20`). `pocket-decoder` and
+    `pocket-encoder` are in the package; without a revision, their last checkpoint.
     """
+    model, revision = split_pocket(model, revision)
+    if model in POCKET_SUITE:
+        return Source(path=_pocket_checkpoint(model, revision))
     name = model
     if "*" in model:
         if revision is None:
@@ -54,6 +63,39 @@ def locate(model: str, revision: str | None = None) -> Source:
                 raise ModelError(f"the folder {name} has no subfolder {revision}")
         return Source(path=path)
     return Source(repo=name, revision=revision)
+
+
+def run_folder(model: str) -> Path | None:
+    """The folder of a training here: one of the user's, or of the pocket suite."""
+    if model in POCKET_SUITE:
+        return POCKET / model
+    return Path(model) if Path(model).is_dir() else None
+
+
+def split_pocket(model: str, revision: str | None) -> tuple[str, str | None]:
+    """`pocket-decoder@512` is `pocket-decoder` and its revision `step512`; other names stay as they are.
+
+    >>> split_pocket("pocket-decoder@512", None)
+    ('pocket-decoder', 'step512')
+    """
+    name, _, step = model.partition("@")
+    if name not in POCKET_SUITE:
+        return model, revision
+    return name, _pocket_checkpoint(name, step or revision).name
+
+
+def _pocket_checkpoint(name: str, revision: str | None) -> Path:
+    steps = {path.name.removeprefix("step"): path for path in (POCKET / name).glob("step*")}
+    wanted = max(steps, key=int) if revision is None else revision.removeprefix("step")
+    if wanted not in steps:
+        known = ", ".join(f"step{step}" for step in sorted(steps, key=int))
+        raise ModelError(f"{name} has no checkpoint {revision}; it has {known}")
+    return steps[wanted]
+
+
+def is_seed(folder: Path) -> bool:
+    """Whether a folder holds a seed in place of weights."""
+    return [file.name for file in weight_files(folder)] == ["seed.json"]
 
 
 def hash_weights(model: str, *, revision: str | None = None) -> str:

@@ -70,14 +70,14 @@ def state_given(args: tuple[Any, ...], kwargs: Mapping[str, Any], shape: tuple[i
     return state if state is not None else state_in(kwargs, shape)
 
 
-def run_module(module: nn.Module, input_ids: Int[Tensor, "b t"]) -> Any:
-    """One forward pass without gradients, cache or padding; the input moves to the module's device.
+def run_module(module: nn.Module, input_ids: Int[Tensor, "b t"], *, gradients: bool = False) -> Any:
+    """One forward pass without cache or padding, by default without gradients; the input moves to the module's device.
 
     Encoder-decoders read the same window twice: in the encoder, and shifted right by one in the decoder.
     """
     ids = input_ids.to(_device_of(module))
     accepted = inspect.signature(module.forward).parameters
-    with torch.no_grad(), evaluating(module):
+    with torch.set_grad_enabled(gradients), evaluating(module):
         if "input_ids" not in accepted:
             return module(ids)
         # No attention mask: windows have no padding, and looking through one of ones would wait for the GPU each time.

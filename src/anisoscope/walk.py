@@ -40,7 +40,7 @@ from anisoscope.progress import Advance, show_progress
 from anisoscope.records import FINAL_NORM_SITES, POPULATIONS, Checkpoint, Estimate, Record, Site, Spec, Unit
 from anisoscope.revisions import place_in_training, place_of
 from anisoscope.rooms import Batch, Rooms
-from anisoscope.sources import hash_weights, is_commit, locate
+from anisoscope.sources import hash_weights, is_commit, locate, split_pocket
 from anisoscope.text import POOLED_BATCHES, Pool, Windows, draw_windows, plan_pools
 from anisoscope.weights import POPULATION as ROWS
 from anisoscope.weights import WEIGHT_SITES, WeightRecord, weight_records
@@ -54,6 +54,8 @@ def resolve(spec: Spec, *, corpus: Corpus | None = None, model: Model | None = N
 
     Computable before a run, without loading a model, so that a stored unit is recognised.
     """
+    name, revision = split_pocket(spec.model, spec.revision)
+    spec = replace(spec, model=name, revision=revision)
     if min(spec.tokens, spec.seq_len) < 1:
         raise SpecError(f"tokens and seq_len must be positive; came {spec.tokens} and {spec.seq_len}")
     check_settings(batch_points=spec.batch_points, **_settings(spec))

@@ -14,6 +14,7 @@ from anisoscope.claims.resampling import Resampling, holm
 from anisoscope.claims.shapes import judge_kinds, judge_profile
 from anisoscope.claims.theories import judge_theories
 from anisoscope.claims.trainings import judge_trainings
+from anisoscope.records import without_nan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,15 +45,7 @@ class Verdict:
 
     def as_json(self) -> dict[str, Any]:
         """For machines: NaN becomes null."""
-        return {name: _without_nan(value) for name, value in asdict(self).items()}
-
-
-def _without_nan(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {name: _without_nan(item) for name, item in value.items()}
-    if isinstance(value, tuple):
-        return [_without_nan(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        return {name: without_nan(value) for name, value in asdict(self).items()}
 
 
 def judge(table: pa.Table, *, seed: int = 0, resamples: int = 2000, level: float = 0.95) -> list[Verdict]:

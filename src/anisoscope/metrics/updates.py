@@ -8,7 +8,6 @@ state for every row: a common drift (Biś et al. 2021), largest in relation for 
 from dataclasses import dataclass
 from functools import partial
 
-import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, linalg
@@ -27,7 +26,7 @@ class RowUpdates:
     updates: Float[Tensor, "v d"]
     mean_state: Float[Tensor, " d"]
     """Of what the rows were multiplied with, at the earlier checkpoint."""
-    counts: Int[np.ndarray, " v"]
+    counts: Int[Tensor, " v"]
     """How often each token occurs in the corpus."""
 
     @classmethod
@@ -36,14 +35,14 @@ class RowUpdates:
         before: Float[Tensor, "v d"],
         after: Float[Tensor, "_ e"],
         mean_state: Float[Tensor, " d"],
-        counts: Int[np.ndarray, " _"],
+        counts: Int[Tensor, " _"],
     ) -> "RowUpdates":
         """From two matrices of the same shape; frequencies of tokens that have no row must be zero."""
         if before.shape != after.shape:
             raise SpecError(f"rows of {tuple(before.shape)} cannot be compared with rows of {tuple(after.shape)}")
         if counts[len(before) :].any():
             raise SpecError(f"tokens are counted that have no row: {len(counts)} frequencies for {len(before)} rows")
-        known = np.zeros(len(before), dtype=np.int64)
+        known = torch.zeros(len(before), dtype=torch.int64)
         known[: len(counts)] = counts[: len(before)]
         return cls(
             updates=after.double().cpu() - before.double().cpu(), mean_state=mean_state.double().cpu(), counts=known
@@ -111,7 +110,7 @@ def rare_drift(rows: RowUpdates) -> Float[Tensor, ""]:
     be padding of the matrix. `sweep --drift`.
     """
     # Stable: ties go by token id, and the answer does not depend on the sorting.
-    order = np.argsort(rows.counts, kind="stable")
+    order = rows.counts.argsort(stable=True)
     order = order[rows.counts[order] > 0]
     size = int(PART * len(order))
     if size < 2:

@@ -1,0 +1,30 @@
+"""How much a live measurement looks at. No torch."""
+
+from dataclasses import fields, replace
+from typing import Any
+
+from anisoscope.errors import SpecError
+from anisoscope.records import Spec
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "economy": {
+        "metrics": ("leading_variance", "participation_ratio", "loss"),
+        "populations": ("all",),
+        "tokens": 4096,
+        "batch_points": 2048,
+    },
+    "standard": {"tokens": 16384},
+    "full": {"metrics": ("anisotropy", "isotropy", "intrinsic_dimension", "contextuality", "final_norm", "loss")},
+}
+"""What a preset puts in place of the fields that a Spec leaves at their defaults."""
+
+
+def fill_in(spec: Spec, preset: str | None) -> Spec:
+    """The Spec with a preset's values where it has defaults; None leaves it as it is."""
+    if preset is None:
+        return spec
+    if preset not in PRESETS:
+        raise SpecError(f"unknown preset {preset!r}: one of {', '.join(PRESETS)}, or None to take the Spec as it is")
+    defaults = {item.name: item.default for item in fields(Spec)}
+    left = {name: value for name, value in PRESETS[preset].items() if getattr(spec, name) == defaults[name]}
+    return replace(spec, **left)

@@ -1,0 +1,76 @@
+"""The probe: text that stays the same through a training, in two halves that share no document."""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from anisoscope.corpora import Corpus
+from anisoscope.records import Spec
+from anisoscope.text import Windows, draw_windows
+
+
+@dataclass(frozen=True, kw_only=True)
+class Probe:
+    """Windows of a corpus, dealt once and for good."""
+
+    corpus: Corpus
+    windows: Windows
+    """Both halves, taken in turn."""
+    fit: Windows
+    test: Windows
+
+
+def draw_probe(spec: Spec, tokenizer: Any, corpus: Corpus) -> Probe:
+    """Half of the windows from one half of the documents, half from the other.
+
+    Which document goes where is drawn by `spec.seed`. A corpus of one document is cut in the middle.
+    """
+    count = max(1, math.ceil(spec.tokens / spec.seq_len / 2))
+    notes = ("the corpus is one document: its halves are two parts of it",) if len(corpus.documents) == 1 else ()
+    halves = []
+    for owners, documents in _halve(corpus.documents, spec.seed):
+        part = replace(corpus, documents=documents, titles=tuple(corpus.titles[owner] for owner in owners))
+        drawn = draw_windows(
+            part,
+            tokenizer,
+            seq_len=spec.seq_len,
+            count=count,
+            seed=spec.seed,
+            special_tokens=spec.special_tokens,
+        )
+        halves.append(replace(drawn, documents=np.array(owners)[drawn.documents], notes=drawn.notes + notes))
+    fit, test = halves
+    return Probe(corpus=corpus, windows=_in_turn(fit, test), fit=fit, test=test)
+
+
+def _halve(documents: tuple[str, ...], seed: int) -> list[tuple[tuple[int, ...], tuple[str, ...]]]:
+    """Twice: indices of documents, and their texts; about as many characters in each."""
+    if len(documents) == 1:
+        middle = len(documents[0]) // 2
+        return [((0,), (documents[0][:middle],)), ((0,), (documents[0][middle:],))]
+    halves: tuple[list[int], list[int]] = ([], [])
+    sizes = [0, 0]
+    for index in np.random.default_rng(seed).permutation(len(documents)).tolist():
+        lighter = int(sizes[1] < sizes[0])
+        halves[lighter].append(index)
+        sizes[lighter] += len(documents[index])
+    return [(tuple(sorted(half)), tuple(documents[index] for index in sorted(half))) for half in halves]
+
+
+def _in_turn(fit: Windows, test: Windows) -> Windows:
+    """One window of each half after the other, so that every batch of points has both."""
+    both = min(len(fit.token_ids), len(test.token_ids))
+
+    def mix(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+        paired = np.stack([one[:both], other[:both]], axis=1).reshape(-1, one.shape[1])
+        return np.concatenate([paired, one[both:], other[both:]])
+
+    # Sentences are told apart by where they begin, and both halves begin at 0.
+    test = replace(test, sentences=test.sentences + 1 + fit.sentences.max())
+    mixed = {
+        name: mix(getattr(fit, name), getattr(test, name))
+        for name in ("token_ids", "documents", "special", "sentences")
+    }
+    return Windows(**mixed, notes=tuple(dict.fromkeys(fit.notes + test.notes)))

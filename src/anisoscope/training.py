@@ -1,0 +1,147 @@
+"""`train(Recipe)`: small models trained from scratch with the Trainer of transformers, in as many parts as it takes.
+
+RUN/recipe.json       what is trained; the same folder takes no other recipe
+RUN/tokens/           the corpus as token ids, and the tokenizer
+RUN/checkpoint-STEP/  kept: weights, config, tokenizer, tokens seen; what `anisoscope sweep RUN` measures
+RUN/losses.jsonl      the loss curve
+RUN/training.json     the summary
+RUN/state/            the last full state of weights, optimizer, schedule and random numbers, to go on from
+"""
+
+import contextlib
+import json
+import math
+import random
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+from anisoscope.errors import MissingPackageError, SpecError, StoreError
+from anisoscope.lab import Loss, Recipe, Trained
+from anisoscope.penalties import find_penalties
+from anisoscope.progress import show_progress
+from anisoscope.trainer import Keeper, Run, read_curve, write_json
+
+
+def train(
+    recipe: Recipe,
+    output: Path | str,
+    *,
+    resume: bool = True,
+    callbacks: Sequence[transformers.TrainerCallback] = (),
+    device: str = "auto",
+    max_seconds: float | None = None,
+    save_every_seconds: float = 60.0,
+    progress: bool = False,
+) -> Trained:
+    """Train a recipe into a folder, or go on where an earlier call ended or was killed.
+
+    On a CPU the weights are the same bits, however often it was interrupted. `max_seconds` ends this part cleanly, its
+    state saved; it counts from the call. `callbacks` are those of transformers' Trainer; they get model and tokenizer.
+    `resume=False` refuses a folder that holds a training.
+    """
+    if find_spec("accelerate") is None:
+        raise MissingPackageError("accelerate", extra="train", purpose="Training")
+    find_penalties(recipe.regularize)
+    begun = time.monotonic()
+    output = Path(output)
+    output.mkdir(parents=True, exist_ok=True)
+    with _random_state_kept(), _quiet(), _alone(output):
+        wanted = json.loads(json.dumps(asdict(recipe)))
+        _check_folder(output, wanted, resume)
+        done = read_training(output)
+        if done is not None and done.finished:
+            return done
+        run = Run(recipe, output, device)
+        write_json(output / "recipe.json", wanted)
+        keeper = Keeper(run, begun, max_seconds, save_every_seconds)
+        with show_progress("training", total=recipe.steps, shown=progress) as advance:
+            keeper.advance = advance
+            trainer = run.make_trainer([keeper, *callbacks])
+            trainer.train(resume_from_checkpoint=run.resumed and str(run.resumed))
+        run.summarise(trainer.state.global_step)
+        trained = read_training(output)
+    assert trained is not None
+    return trained
+
+
+def read_training(output: Path | str) -> Trained | None:
+    """The summary of a training's folder, or None where there is none yet."""
+    path = Path(output) / "training.json"
+    if not path.exists():
+        return None
+    facts = json.loads(path.read_text("utf-8"))
+    rows = read_curve(path.parent)
+    exponent = facts["sampling_exponent"]
+    return Trained(
+        recipe=Recipe(**facts["recipe"]),
+        output=path.parent,
+        losses=tuple(Loss(**row) for row in rows),
+        checkpoints=tuple(path.parent / f"checkpoint-{step}" for step in facts["checkpoints"]),
+        sampling_exponent=math.nan if exponent is None else exponent,
+        **{name: facts[name] for name in ("finished", "step", "tokens", "unigram", "bigram", "seconds", "void")},
+    )
+
+
+@contextlib.contextmanager
+def _alone(output: Path) -> Iterator[None]:
+    from filelock import FileLock, Timeout
+
+    lock = FileLock(output / ".lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout as error:
+        raise StoreError(f"another process trains in {output}; wait for it or use another folder") from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _check_folder(output: Path, wanted: dict[str, Any], resume: bool) -> None:
+    """A folder that holds a training takes no other recipe."""
+    path = output / "recipe.json"
+    if not path.exists():
+        return
+    if not resume:
+        raise SpecError(f"{output} holds a training already; give another folder, or let it resume")
+    there = json.loads(path.read_text("utf-8"))
+    changed = [name for name in wanted | there if wanted.get(name) != there.get(name)]
+    if changed:
+        what = ", ".join(f"{name}={there.get(name)} (now {wanted.get(name)})" for name in changed)
+        raise SpecError(f"{output} holds a training with {what}; give the same recipe or another folder")
+
+
+@contextlib.contextmanager
+def _random_state_kept() -> Iterator[None]:
+    """The Trainer seeds every generator there is; whoever calls has theirs back afterwards."""
+    python, legacy = random.getstate(), np.random.get_state()  # noqa: NPY002
+    try:
+        with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(legacy)  # noqa: NPY002
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """No remarks or bars of transformers between two of our own lines."""
+    from transformers.utils import logging
+
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
