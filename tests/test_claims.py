@@ -648,6 +648,12 @@ def test_batches_without_a_number_are_left_out_with_their_pool_kept() -> None:
     assert found.effect == pytest.approx(kept.effect)
 
 
+def test_two_live_trainings_of_one_model_are_two() -> None:
+    runs = [rows(noisy(BELL), run=run, step=step, key=f"{run}-{step}") for run in ("a", "b") for step in (0, 8)]
+    verdicts = [one for one in judge(table(*runs)) if one.claim == "bell"]
+    assert {one.subject for one in verdicts} == {"a", "b"}
+
+
 def test_the_last_checkpoint_is_judged() -> None:
     early, late = rows(noisy(0.5 * BELL), step=9), rows(noisy(0.0 * BELL), step=10)
     for parts in ([early, late], [late, early]):

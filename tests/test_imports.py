@@ -30,6 +30,7 @@ COMPUTING = (
     {"capture", "owners", "rooms", "attention"},
     {"gauge"},
     {"gradients", "updates"},
+    {"running"},
     {"walk"},
     {"counterfactuals", "drift", "live"},
     {"shells", "trainer"},

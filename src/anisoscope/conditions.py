@@ -31,7 +31,7 @@ _CONDITION = re.compile(
     re.VERBOSE | re.IGNORECASE,
 )
 # Rows that differ in one of these are different series.
-_SERIES = ("model", "corpus", "stack", "site", "population", "gradient", "proxy", "rank", "bin", "variant")
+_SERIES = ("run", "model", "corpus", "stack", "site", "population", "gradient", "proxy", "rank", "bin", "variant")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 from anisoscope.errors import SpecError
 from anisoscope.records import site_order
 from anisoscope.revisions import training_order
-from anisoscope.store import SCHEMA
+from anisoscope.store import SCHEMA, name_trainings
 
 AXES = ("step", "tokens", "checkpoint")
 Row = dict[str, Any]
@@ -179,6 +179,7 @@ def _select(
     model: str | None = None,
 ) -> list[Row]:
     """What was asked for, each number once, in the order of models, training, populations and a token's way."""
+    table = name_trainings(table)
     wanted = {
         "key": keys,
         "model": None if model is None else [model],

@@ -120,7 +120,7 @@ class TrackioSink:
 
     def write(self, step: int, scalars: Mapping[str, float], pictures: Mapping[str, np.ndarray]) -> None:
         """Log under the step of the training."""
-        import trackio
+        import trackio  # pyright: ignore[reportMissingImports]
 
         if self.project is not None and self._run is None:
             self._run = trackio.init(project=self.project, name=self.name)

@@ -27,6 +27,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from anisoscope.errors import StoreError
@@ -54,6 +55,14 @@ def _column_type(annotation: Any) -> pa.DataType:
 
 
 SCHEMA = pa.schema([(item.name, _column_type(item.type)) for item in fields(Record)])
+
+
+def name_trainings(table: pa.Table) -> pa.Table:
+    """What was measured live goes by the name of its run: two trainings of one model are two."""
+    if "run" not in table.column_names:
+        return table
+    names = pc.coalesce(table["run"], table["model"])  # pyright: ignore[reportAttributeAccessIssue]
+    return table.set_column(table.column_names.index("model"), "model", names)
 
 
 class Store:

@@ -1,52 +1,20 @@
 """The walk: documents -> token windows -> states at sites -> Clouds -> views -> metrics -> Records -> a Unit."""
 
-import contextlib
-import ctypes
-import itertools
 import math
-import platform
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
-from datetime import UTC, datetime
-from fnmatch import fnmatchcase
+from dataclasses import replace
 from typing import Any
 
-import numpy as np
-import torch
-from torch import Tensor
-
-import anisoscope
-from anisoscope.attention import VIEWS as OF_ATTENTION
-from anisoscope.attention import WINDOWS as ATTENTION_WINDOWS
-from anisoscope.attention import attention_records
-from anisoscope.capture import capture, token_losses
-from anisoscope.cloud import Cloud, Tokens
 from anisoscope.corpora import Corpus, load_corpus
-from anisoscope.errors import ModelError, SpecError
-from anisoscope.estimates import (
-    Evaluated,
-    check_settings,
-    deal,
-    evaluate,
-    summarize,
-)
-from anisoscope.gauge import Clock, Gauge, seed_for
-from anisoscope.layout import select_sites
-from anisoscope.metrics import Metric, find_metrics
+from anisoscope.errors import SpecError
+from anisoscope.estimates import check_settings
+from anisoscope.metrics import find_metrics
 from anisoscope.models import Model, adopt_model, load_model
-from anisoscope.norms import Norm, read_norms
-from anisoscope.progress import Advance, show_progress
-from anisoscope.records import FINAL_NORM_SITES, POPULATIONS, Checkpoint, Estimate, Record, Site, Spec, Unit
+from anisoscope.records import POPULATIONS, Checkpoint, Spec, Unit
 from anisoscope.revisions import place_in_training, place_of
-from anisoscope.rooms import Batch, Rooms
+from anisoscope.running import FORWARD_TOKENS as FORWARD_TOKENS
+from anisoscope.running import Run, settings_of
 from anisoscope.sources import hash_weights, is_commit, locate, split_pocket
-from anisoscope.text import POOLED_BATCHES, Pool, Windows, draw_windows, plan_pools
-from anisoscope.weights import POPULATION as ROWS
-from anisoscope.weights import WEIGHT_SITES, WeightRecord, weight_records
-
-# Tokens in one forward pass where the batch size is left to us.
-FORWARD_TOKENS = 4096
+from anisoscope.text import Windows, draw_windows
 
 
 def resolve(spec: Spec, *, corpus: Corpus | None = None, model: Model | None = None) -> Spec:
@@ -58,7 +26,7 @@ def resolve(spec: Spec, *, corpus: Corpus | None = None, model: Model | None = N
     spec = replace(spec, model=name, revision=revision)
     if min(spec.tokens, spec.seq_len) < 1:
         raise SpecError(f"tokens and seq_len must be positive; came {spec.tokens} and {spec.seq_len}")
-    check_settings(batch_points=spec.batch_points, **_settings(spec))
+    check_settings(batch_points=spec.batch_points, **settings_of(spec))
     for name in spec.populations:
         if name not in POPULATIONS:
             raise SpecError(f"unknown population {name!r}; there are {', '.join(POPULATIONS)}")
@@ -92,10 +60,6 @@ def _find_weights(spec: Spec) -> str:
         # A commit never moves, whatever its branch has done since.
         return spec.weights
     return hash_weights(spec.model, revision=spec.revision)
-
-
-def _settings(spec: Spec) -> dict[str, Any]:
-    return {name: getattr(spec, name) for name in ("discard_fraction", "gride_scales", "neighbors", "isoscore_zeta")}
 
 
 def measure(
@@ -137,7 +101,7 @@ def measure(
         place = place_in_training(spec.model, spec.revision)
         checkpoint = Checkpoint(model=spec.model, revision=spec.revision, stage=place.stage, tokens=place.tokens)
     windows = windows or draw(spec, loaded, corpus)
-    return _Walk(spec, loaded, corpus, windows, checkpoint, batch_size, forgiving).run(progress)
+    return Run(spec, loaded, corpus, windows, checkpoint, batch_size, forgiving).run(progress)
 
 
 def load(spec: Spec, corpus: Corpus, model: Any = None, tokenizer: Any = None, **loading: Any) -> tuple[Spec, Model]:
@@ -172,315 +136,3 @@ def _fitting_length(spec: Spec, model: Model) -> int:
     if spec.seq_len > limit:
         raise SpecError(f"seq_len is {spec.seq_len}, and {spec.model} has {limit} positions; ask for at most that")
     return spec.seq_len
-
-
-class _Walk:
-    """One run of `measure`: what is accumulated while the pools go by."""
-
-    def __init__(
-        self,
-        spec: Spec,
-        model: Model,
-        corpus: Corpus,
-        windows: Windows,
-        checkpoint: Checkpoint,
-        batch_size: int | None,
-        forgiving: bool,
-    ) -> None:
-        self.spec, self.model, self.corpus, self.windows = spec, model, corpus, windows
-        self.checkpoint = checkpoint
-        self.key = spec.key
-        self.settings = _settings(spec)
-        metrics = find_metrics([name for name, _ in spec.metrics if isinstance(name, str)])
-        self.failed: dict[str, str] = {}
-        if forgiving:
-            metrics = [replace(metric, function=self._forgive(metric)) for metric in metrics]
-        self.loss = next((metric for metric in metrics if metric.needs == "losses"), None)
-        self.metrics = [metric for metric in metrics if metric.needs not in ("losses", *OF_ATTENTION)]
-        self.of_attention = [metric.name for metric in metrics if metric.needs in OF_ATTENTION]
-        self.batch_size = batch_size or max(1, FORWARD_TOKENS // spec.seq_len)
-        self.notes = [*corpus.notes, *windows.notes, *model.notes]
-        self.norms: dict[str | None, Norm | str] = {}
-        self.sites = self._select_sites()
-        self.losses: list[Evaluated] = []
-        self.on_gpu = any(parameter.is_cuda for parameter in model.module.parameters())
-        self.clock = Clock(on_gpu=self.on_gpu)
-        self.gauge = Gauge(spec, self.metrics, self.sites, self.settings, self.clock, self.norms)
-        count, length = windows.token_ids.shape
-        self.pools = plan_pools(count, length, spec.batch_points)
-        if self.loss is None and not (self.sites and self.metrics):
-            # Weights or attention alone were asked for: no states are wanted.
-            self.pools = []
-        largest = max((pool.stop - pool.start for pool in self.pools), default=0) * length
-        self.rooms = Rooms(len(self.sites), largest)
-
-    def _forgive(self, metric: Metric) -> Callable[..., Tensor]:
-        """The metric's function, with NaN where it raises; the error is kept for the note."""
-
-        def attempt(*args: Any, **kwargs: Any) -> Tensor:
-            try:
-                return metric.function(*args, **kwargs)
-            except Exception as error:
-                self.failed[metric.name] = f"it failed: {type(error).__name__}: {error}"
-                return torch.tensor(math.nan)
-
-        return attempt
-
-    def _select_sites(self) -> tuple[Site, ...]:
-        """What the Spec asks for; what is inside a norm shows only where the norm is understood."""
-        of_norms = any(metric.needs == "norm" for metric in self.metrics)
-        states = [pattern for pattern in self.spec.sites if not pattern.endswith(".weight")]
-        asked = select_sites(self.model.layout, states, stages=of_norms)
-        inside = [site for site in asked if site.name in FINAL_NORM_SITES[:2]]
-        if inside or of_norms:
-            self.norms = read_norms(self.model.module, self.model.layout)
-        closed = [site for site in inside if isinstance(self.norms[site.stack], str)]
-        self.notes += [f"{site.name} was not measured: {self.norms[site.stack]}" for site in closed]
-        return tuple(site for site in asked if site not in closed)
-
-    def run(self, progress: bool) -> Unit:
-        count, length = self.windows.token_ids.shape
-        batches = sum(pool.batches for pool in self.pools)
-        if count * length < self.spec.batch_points:
-            self.notes.append(f"{count * length} points in all, fewer than batch_points = {self.spec.batch_points}")
-        elif batches < POOLED_BATCHES:
-            self.notes.append(f"{batches} batches in all: pooled and dealt, but from fewer than {POOLED_BATCHES}")
-        start = time.time()
-        with show_progress(self.spec.model, total=count + batches * len(self.sites), shown=progress) as advance:
-            for pool in self.pools:
-                self._measure_pool(pool, advance)
-                if not self.on_gpu:
-                    _return_free_memory()
-        return self._unit(time.time() - start)
-
-    def _measure_pool(self, pool: Pool, advance: Advance) -> None:
-        points = (pool.stop - pool.start) * self.windows.token_ids.shape[1]
-        hands = deal(points, pool.batches, seed_for(self.spec.seed, pool.first))
-        with self.clock("forward"):
-            losses = self._run_model(pool, torch.cat(hands), advance)
-        starts = np.cumsum([0, *map(len, hands)]).tolist()
-        batches = [
-            Batch(
-                number=pool.first + place,
-                start=starts[place],
-                stop=starts[place + 1],
-                tokens={part.name: self._tokens(pool, part.name, hand.numpy()) for part in self.model.layout.stacks},
-            )
-            for place, hand in enumerate(hands)
-        ]
-        self.gauge.measure(self.rooms, batches, advance)
-        if self.loss is not None and losses is not None:
-            known = losses.cpu().numpy()
-            for batch, hand in zip(batches, hands, strict=True):
-                mine = torch.from_numpy(known[hand.numpy()])
-                here = replace(batch.tokens[self.model.layout.stacks[-1].name], losses=mine)
-                cloud = Cloud(points=torch.zeros(len(hand), 1), tokens=here)
-                self.losses.append(evaluate(cloud, self.loss, self.settings))
-
-    def _run_model(self, pool: Pool, order: Tensor, advance: Advance) -> Tensor | None:
-        """States of every site into the rooms, in the order given; losses (tokens) of a pool, in window order."""
-        losses: list[Tensor] = []
-        start, length = pool.start, self.windows.token_ids.shape[1]
-        place = torch.from_numpy(np.argsort(order.numpy()))
-        places: dict[torch.device, Tensor] = {}
-        while start < pool.stop:
-            stop = min(start + self.batch_size, pool.stop)
-            ids = torch.from_numpy(self.windows.token_ids[start:stop])
-            rows = slice((start - pool.start) * length, (stop - pool.start) * length)
-
-            def keep(site: Site, state: Tensor, rows: slice = rows) -> None:
-                if state.device not in places:
-                    places[state.device] = place.to(state.device)
-                self.rooms.keep(site, state, places[state.device][rows])
-
-            try:
-                captured = capture(self.model, ids, self.sites, keep, self.norms)
-                loss = None
-                if self.loss is not None:
-                    seeds = [seed_for(self.spec.seed, window, 2) for window in range(start, stop)]
-                    loss = token_losses(self.model, ids, captured, seeds)
-            except (torch.OutOfMemoryError, RuntimeError) as error:
-                self._halve_batch(error)
-                continue
-            if loss is not None:
-                losses.append(loss.flatten())
-            del captured
-            advance(stop - start)
-            start = stop
-        return torch.cat(losses) if losses else None
-
-    def _halve_batch(self, error: RuntimeError) -> None:
-        """Go on with half as many windows in a forward pass where memory ran out; other errors are not ours to hide."""
-        full = isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
-        if not full:
-            raise error
-        if self.batch_size == 1:
-            raise ModelError(
-                f"memory ran out at one window of {self.spec.seq_len} tokens: {error}; "
-                "try a smaller --seq-len, --dtype bfloat16 or --device-map auto"
-            ) from error
-        self.batch_size //= 2
-        self.notes.append(f"memory ran out: windows in a forward pass halved to {self.batch_size}")
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-
-    def _tokens(self, pool: Pool, stack: str | None, hand: np.ndarray) -> Tokens:
-        part = slice(pool.start, pool.stop)
-        windows = self.windows
-        held = (windows.token_ids, windows.documents, windows.special, windows.sentences)
-        ids, documents, special, sentences = (rows[part] for rows in held)
-        if self.model.kind == "encoder-decoder" and stack == "decoder":
-            # The decoder reads the window shifted right: position 0 holds the start token, p the token before p.
-            ids, documents, special, sentences = (
-                np.concatenate([rows[:, :1], rows[:, :-1]], 1) for rows in (ids, documents, special, sentences)
-            )
-            special[:, 0] = True
-        positions = np.broadcast_to(np.arange(ids.shape[1]), ids.shape)
-        # By numpy: on machines with many cores, torch takes milliseconds to wake its threads for these.
-        ids, positions, documents, special, sentences = (
-            torch.from_numpy(rows.reshape(-1)[hand]) for rows in (ids, positions, documents, special, sentences)
-        )
-        return Tokens(ids=ids, positions=positions, documents=documents, special=special, sentences=sentences)
-
-    def _unit(self, seconds: float) -> Unit:
-        attachments: dict[str, np.ndarray] = {}
-        for site, owners in self.gauge.collect_owners(self.rooms).items():
-            prefix = f"owners/{site.stack or ''}/{site.name}"
-            attachments |= owners.attach(prefix, self._decode, self.corpus.titles)
-        weights, attention = list(self._weigh()), list(self._attend())
-        for site, _, _, _, survey in weights:
-            attachments |= {} if survey is None else survey.attachments(f"weights/{site.name}")
-        provenance = {
-            "time": datetime.now(UTC).isoformat(timespec="seconds"),
-            "seconds": round(seconds, 3),
-            "cost": self._cost(seconds),
-            "versions": {
-                "anisoscope": anisoscope.__version__,
-                "python": platform.python_version(),
-                "torch": torch.__version__,
-                "transformers": _version_of("transformers"),
-            },
-            "device": _device_name(self.model.module),
-            "windows": len(self.windows.token_ids),
-            "layout": [asdict(part) for part in self.model.layout.stacks],
-            "checks": list(self.model.checks),
-            "notes": list(dict.fromkeys(self.notes)),
-        }
-        if self.failed:
-            provenance["failed"] = self.failed
-        records = [*self._records()]
-        records += [
-            self._record(site, ROWS, metric, answer, 0, variant) for site, metric, variant, answer, _ in weights
-        ]
-        records += attention
-        return Unit(spec=self.spec, provenance=provenance, records=tuple(records), attachments=attachments)
-
-    def _attend(self) -> Iterator[Record]:
-        """The metrics of attention that the Spec asks for, on the first windows."""
-        ids = torch.from_numpy(self.windows.token_ids)
-        if self.of_attention and len(ids) > ATTENTION_WINDOWS:
-            self.notes.append(f"attention was looked at in the first {ATTENTION_WINDOWS} windows")
-        for site, metric, answer in attention_records(self.model, ids, self.sites, self.of_attention):
-            yield self._record(site, "all", metric, answer, ids.numel() - answer.points)
-
-    def _weigh(self) -> Iterator[WeightRecord]:
-        """The matrices of embeddings that the Spec asks for."""
-        asked = [pattern for pattern in self.spec.sites if pattern.endswith(".weight")]
-        names = [name for name in WEIGHT_SITES if any(fnmatchcase(name, pattern) for pattern in asked)]
-        if len(names) < len(asked) and "*" not in "".join(asked):
-            raise SpecError(f"sites of weights are {' and '.join(WEIGHT_SITES)}; came {', '.join(asked)}")
-        yield from weight_records(
-            self.model.module, names, [metric.name for metric in self.metrics], seed=self.spec.seed
-        )
-
-    def _cost(self, seconds: float) -> dict[str, float]:
-        """Seconds by what they were spent on."""
-        parts = {part: round(self.clock.seconds[part], 3) for part in ("forward", "neighbours", "spectrum")}
-        return parts | {"rest": round(max(seconds - sum(parts.values()), 0.0), 3)}
-
-    def _decode(self, token: int) -> str:
-        return self.model.tokenizer.convert_ids_to_tokens(token)
-
-    def _records(self) -> Iterator[Record]:
-        for site, metric in itertools.product(self.sites, self.gauge.metrics):
-            for population in self.gauge.populations(metric):
-                yield self._answer(site, population, metric)
-        for part, metric in itertools.product(self.model.layout.stacks, self.gauge.of_norms):
-            site, norm = Site(name="final_norm", stack=part.name), self.norms[part.name]
-            for population in self.gauge.populations(metric):
-                if isinstance(norm, Norm):
-                    yield self._answer(site, population, metric)
-                else:
-                    yield self._missing(site, population, metric, part.width or 0, norm)
-        if self.loss is not None:
-            output = Site(name="output")
-            if not self.losses:
-                yield self._missing(output, "all", self.loss, 1, "the model has no language-model head")
-                return
-            answer = summarize(self.losses, self.loss, 1, self.settings)
-            yield self._record(output, "all", self.loss, answer, self.windows.token_ids.size - answer.points)
-
-    def _missing(self, site: Site, population: str, metric: Metric, dim: int, note: str) -> Record:
-        """The record of a number that this model has not."""
-        answer = Estimate.from_values((), null=math.nan, points=0, dropped=0, dim=dim, note=note)
-        return self._record(site, population, metric, answer, self.windows.token_ids.size)
-
-    def _answer(self, site: Site, population: str, metric: Metric) -> Record:
-        results = [result for _, result in sorted(self.gauge.results[site, population, metric].items())]
-        answer = summarize(results, metric, self.gauge.dims[site], self.settings)
-        source = self.gauge.sources.get(site) if metric.needs == "pair" else None
-        variant = f"from={source.name}" if source else None
-        return self._record(
-            site, population, metric, answer, sum(self.gauge.excluded[site, population].values()), variant
-        )
-
-    def _record(
-        self, site: Site, population: str, metric: Metric, answer: Estimate, excluded: int, variant: str | None = None
-    ) -> Record:
-        spec = self.spec
-        return Record(
-            key=self.key,
-            model=spec.model,
-            revision=spec.revision,
-            step=spec.step,
-            tokens=self.checkpoint.tokens,
-            kind=self.model.kind,
-            stack=site.stack,
-            corpus=spec.corpus,
-            population=population,
-            site=site.name,
-            depth=site.depth,
-            metric=metric.name,
-            metric_version=metric.version,
-            value=answer.value,
-            spread=answer.spread,
-            null=answer.null,
-            batches=answer.batches,
-            points=answer.points,
-            dropped=answer.dropped,
-            excluded=excluded,
-            dim=answer.dim,
-            variant=variant,
-            values=answer.values,
-            note=self.failed.get(metric.name, answer.note) if math.isnan(answer.value) else answer.note,
-            seconds=round(self.gauge.seconds[site], 6),
-            stage=self.checkpoint.stage,
-            suspect=self.checkpoint.suspect,
-            run=spec.run,
-        )
-
-
-def _return_free_memory() -> None:
-    """Hand free heap pages back: glibc keeps the holes that thousands of large arrays leave, and would only grow."""
-    with contextlib.suppress(AttributeError, OSError):
-        ctypes.CDLL(None).malloc_trim(0)
-
-
-def _version_of(package: str) -> str:
-    return str(getattr(__import__(package), "__version__", "unknown"))
-
-
-def _device_name(module: torch.nn.Module) -> str:
-    devices = {parameter.device for parameter in module.parameters()}
-    names = {torch.cuda.get_device_name(item) if item.type == "cuda" else item.type for item in devices}
-    return ", ".join(sorted(names)) or "cpu"

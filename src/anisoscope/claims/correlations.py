@@ -16,6 +16,7 @@ import pyarrow as pa
 from anisoscope.conditions import parse_place
 from anisoscope.errors import SpecError
 from anisoscope.revisions import training_order
+from anisoscope.store import name_trainings
 
 MIN_CHECKPOINTS = 8
 KINDS = ("pearson", "spearman", "kendall")
@@ -63,7 +64,7 @@ def correlate_table(
     Suspect checkpoints and those without a step are left out.
     """
     metric, site, population = parse_place(measure)
-    rows = [row for row in table.to_pylist() if row["suspect"] is None and row["step"] is not None]
+    rows = [row for row in name_trainings(table).to_pylist() if row["suspect"] is None and row["step"] is not None]
     series: dict[tuple[str, str], list[tuple[Any, float, float]]] = {}
     losses = {(row["key"]): row["value"] for row in rows if row["metric"] == "loss"}
     for row in rows:

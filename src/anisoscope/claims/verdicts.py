@@ -15,6 +15,7 @@ from anisoscope.claims.shapes import judge_kinds, judge_profile
 from anisoscope.claims.theories import judge_theories
 from anisoscope.claims.trainings import judge_trainings
 from anisoscope.records import without_nan
+from anisoscope.store import name_trainings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +55,7 @@ def judge(table: pa.Table, *, seed: int = 0, resamples: int = 2000, level: float
     `holds` is True where the interval lies on the claim's side of its margin and Holm's p over all claims judged is
     at most 1 - level; False where the interval lies on the other side.
     """
+    table = name_trainings(table)
     how = Resampling(level=level, resamples=resamples, seed=seed)
     profiles = read_profiles(table)
     last = last_checkpoints(profiles)
