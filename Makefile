@@ -14,7 +14,7 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $(READY)
 
-demo: $(READY)   ## measure two small untrained models on Python's own documentation, offline
+demo: $(READY)   ## everything on the two small models of the package, offline
 	$(BIN)/anisoscope demo
 
 test: $(READY)   ## the tests, in under ten minutes on two cores

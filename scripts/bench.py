@@ -610,6 +610,60 @@ def race_sweep(peers: None, quick: bool) -> Iterator[Result]:
         yield from compare(rounds, "sweep", case, "load and measure", better="lower", by="wall", goal=1.1)
 
 
+def race_live(peers: None, quick: bool) -> Iterator[Result]:
+    """A training with a Scope against the same training without: what the budget of 2 % promises."""
+    from anisoscope.lab import Recipe, build_model
+    from anisoscope.live import Scope
+    from anisoscope.records import Spec
+    from anisoscope.schedules import log_spaced
+
+    tokenizer = small_decoder()[1]
+    steps, windows = (100, 8) if quick else (400, 8)
+    recipe = Recipe(layers=6, width=128, heads=4, vocabulary=len(tokenizer), seq_len=256)
+    device = DEVICE if torch.cuda.is_available() else "cpu"
+    if device == "cuda":
+        steps, windows = 4 * steps, 64
+        recipe = replace(recipe, layers=12, width=512, heads=8)
+    ids = windows_of(tokenizer, steps * windows * 256 // 8, 256).to(device)
+    seen: list[dict[str, Any]] = []
+
+    def train(folder: Path | None) -> Sample:
+        model = build_model(recipe, tokenizer).to(device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        scope = None
+        if folder is not None:
+            spec = Spec(model="bench", corpus="pydoc", seq_len=256)
+            scope = Scope(model, spec, tokenizer=tokenizer, store=folder, when=log_spaced(60, until=steps), steps=steps)
+            scope.open()
+        wall, cpu = time.perf_counter(), time.process_time()
+        for step in range(steps):
+            batch = ids[torch.arange(step * windows, (step + 1) * windows) % len(ids)]
+            with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+                model(input_ids=batch, labels=batch).loss.backward()
+            if scope is not None:
+                scope.step(step)
+            optimizer.step()
+            optimizer.zero_grad()
+        if scope is not None:
+            scope.close(steps)
+            seen.append(scope.summary)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        return Sample(wall=time.perf_counter() - wall, cpu=time.process_time() - cpu)
+
+    with tempfile.TemporaryDirectory() as name:
+        folders = (Path(name) / str(number) for number in range(1000))
+        sides = {"ours": lambda: train(next(folders)), "unwatched": lambda: train(None)}
+        rounds = race(sides, rounds=1 if quick else 3)
+    last = seen[-1]
+    remark = (
+        f"by its own account {last['share']:.2%} for {last['measured']} measurements, {last['skipped']} skipped; "
+        f"{last['setup_seconds']:.1f} s of setup, not counted"
+    )
+    case = f"{recipe.layers} x {recipe.width} decoder, {steps} steps of {windows * 256:,} tokens, preset standard"
+    yield from compare(rounds, "live", case, "unwatched", better="lower", by="wall", goal=1.02, remark=remark)
+
+
 def by_cdist(points: torch.Tensor) -> Any:
     return torch.cdist(points, points, compute_mode="donot_use_mm_for_euclid_dist").topk(3, largest=False)
 
@@ -674,9 +728,13 @@ SECTIONS: dict[str, tuple[Callable[[Any, bool], Iterator[Result]], str]] = {
     ),
     "memory": (race_memory, "Peak resident memory of a walk, a fresh process each, the same corpus."),
     "sweep": (race_sweep, "`run_sweep`, engine `local`, against loading and measuring the same checkpoints."),
+    "live": (
+        race_live,
+        "A training under a Scope with its budget of 2 % against the same training unwatched.",
+    ),
     "gpu": (race_gpu, "As `walk`, in bfloat16, synchronised wall time; the first run, which compiles, is not counted."),
 }
-ALONE = ("walk", "memory", "sweep", "gpu")
+ALONE = ("walk", "memory", "sweep", "live", "gpu")
 """Sections without other packages."""
 
 

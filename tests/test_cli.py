@@ -265,14 +265,6 @@ def test_doctor_shows_what_is_installed_and_proves_a_models_sites(saved_models: 
     assert "transformer.h.0.ln_1" in wrong.stderr
 
 
-def test_demo_runs_offline_and_says_that_its_models_are_untrained(tmp_path: Path) -> None:
-    done = call("demo", "-o", tmp_path / "demo", "--tokens", "4096")
-    assert done.exit_code == 0, done.stderr
-    assert "UNTRAINED" in done.stderr
-    assert done.stdout.count("leading_variance") == 4
-    assert len(Store(tmp_path / "demo").keys()) == 2
-
-
 def test_version_and_help() -> None:
     assert call("--version").stdout.startswith("anisoscope ")
     assert "--owners" in call("measure", "--help").stdout

@@ -25,6 +25,7 @@ _TOKENS = re.compile(r"(?:^|[-_])(?:tokens?[-_]?)?(\d+(?:\.\d+)?)([mbt])(?:t|tok
 
 # Tokens in one step of training, as the authors state them.
 TOKENS_PER_STEP = {
+    "pocket-*coder": 16_384,
     "EleutherAI/pythia-*": 2_097_152,
     "HuggingFaceTB/SmolLM2-135M-intermediate-checkpoints": 1_048_576,
     "HuggingFaceTB/SmolLM3-3B-checkpoints": 2_359_296,
