@@ -379,7 +379,7 @@ def test_the_walk_measures_attention_at_the_blocks_asked_for(decoder: Model, cor
 def test_attention_alone_takes_no_other_pass(
     decoder: Model, corpus_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("anisoscope.walk.capture", None)
+    monkeypatch.setattr("anisoscope.running.capture", None)
     unit = measure(spec_for(corpus_file, metrics=NAMES), model=decoder, progress=False)
     assert {row.metric for row in unit.records} == set(NAMES)
     assert all(math.isfinite(row.value) for row in unit.records)

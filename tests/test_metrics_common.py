@@ -20,6 +20,7 @@ from anisoscope.errors import AnisoscopeError, SpecError, StatesError
 from anisoscope.estimates import Evaluated, estimate, evaluate
 from anisoscope.metrics import Metric, all_metrics, declaration, find_metrics, metric
 from anisoscope.records import POPULATIONS, Spec
+from anisoscope.weights import POPULATION as ROWS
 
 SETTINGS = {"discard_fraction": 0.1, "gride_scales": (2, 4), "neighbors": 20, "isoscore_zeta": 0.25}
 # How far rounding may carry a value past its bounds.
@@ -118,7 +119,8 @@ def test_a_declaration_is_complete(metric: Metric) -> None:
     assert metric.invariant_to <= {"translation", "rotation", "scale"}
     assert metric.bounds[0] < metric.bounds[1]
     assert metric.populations
-    assert set(metric.populations) <= set(POPULATIONS)
+    # Rows of a matrix are a population of their own.
+    assert set(metric.populations) <= {*POPULATIONS, ROWS}
     assert set(metric.settings) <= {item.name for item in fields(Spec)}
     assert metric.neighbors == "neighbors" or metric.neighbors >= 0
     assert (metric.neighbors != 0) == (metric.needs == "neighbors")

@@ -18,7 +18,7 @@ from anisoscope.metrics import all_metrics
 from anisoscope.metrics.updates import RowUpdates
 from anisoscope.models import Model, load_model
 from anisoscope.progress import show_progress
-from anisoscope.records import Checkpoint, Record, Spec, Unit
+from anisoscope.records import Checkpoint, Record, Site, Spec, Unit
 from anisoscope.store import Store
 from anisoscope.text import Windows, token_frequencies
 from anisoscope.trace import run_module, state_given
@@ -106,34 +106,19 @@ def _unit(spec: Spec, rows: RowUpdates, earlier: Checkpoint, later: Checkpoint, 
     records = []
     for metric in (all_metrics()[name] for name in METRICS):
         answer = summarize([judge(metric, metric(rows), count, 0, dim, {})], metric, dim, {})
+        # A value of two checkpoints: what is wrong with either is wrong with it.
+        place = replace(later, suspect=later.suspect or earlier.suspect)
         records.append(
-            Record(
-                key=spec.key,
-                model=spec.model,
-                revision=spec.revision,
-                step=spec.step,
-                tokens=later.tokens,
+            Record.from_estimate(
+                answer,
+                spec=spec,
+                checkpoint=place,
                 kind=kind,
-                stack=None,
-                corpus=spec.corpus,
+                site=Site(name=SITE),
                 population=POPULATION,
-                site=SITE,
-                depth=None,
                 metric=metric.name,
                 metric_version=metric.version,
-                value=answer.value,
-                spread=answer.spread,
-                null=answer.null,
-                batches=answer.batches,
-                points=answer.points,
-                dropped=0,
-                excluded=0,
-                dim=dim,
                 variant=f"from={earlier.step}",
-                values=answer.values,
-                note=answer.note,
-                stage=later.stage,
-                suspect=later.suspect or earlier.suspect,
             )
         )
     return Unit(spec=spec, provenance={"seconds": round(seconds, 3), "notes": []}, records=tuple(records))

@@ -228,9 +228,49 @@ class Record:
     run: str | None = None
     """Name of the training, where it was measured live."""
 
+    @classmethod
+    def from_estimate(
+        cls,
+        answer: Estimate,
+        *,
+        spec: Spec,
+        checkpoint: "Checkpoint",
+        kind: str,
+        site: "Site",
+        population: str,
+        metric: str,
+        metric_version: int,
+        key: str | None = None,
+        **rest: Any,
+    ) -> "Record":
+        """The row of an estimate: what was asked, of which checkpoint, and what was found. `rest` are other columns.
+
+        `key` is that of the Spec, where it is known already.
+        """
+        found = {name: getattr(answer, name) for name in _OF_ESTIMATE}
+        given: dict[str, Any] = {
+            "excluded": 0,
+            **{name: getattr(spec, name) for name in ("model", "revision", "step", "corpus", "run")},
+            **{name: getattr(checkpoint, name) for name in ("tokens", "stage", "suspect")},
+        }
+        return cls(
+            key=key or spec.key,
+            kind=kind,
+            stack=site.stack,
+            site=site.name,
+            depth=site.depth,
+            population=population,
+            metric=metric,
+            metric_version=metric_version,
+            **given | found | rest,
+        )
+
     def as_json(self) -> dict[str, Any]:
         """The row for machines: NaN becomes null."""
         return {item.name: without_nan(getattr(self, item.name)) for item in fields(self)}
+
+
+_OF_ESTIMATE = ("value", "spread", "null", "batches", "points", "dropped", "dim", "values", "control", "p", "note")
 
 
 def without_nan(value: Any) -> Any:

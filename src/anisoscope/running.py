@@ -310,36 +310,21 @@ class Run:
     def _record(
         self, site: Site, population: str, metric: Metric, answer: Estimate, excluded: int, variant: str | None = None
     ) -> Record:
-        spec = self.spec
-        return Record(
+        failed = self.failed.get(metric.name) if math.isnan(answer.value) else None
+        return Record.from_estimate(
+            answer,
             key=self.key,
-            model=spec.model,
-            revision=spec.revision,
-            step=spec.step,
-            tokens=self.checkpoint.tokens,
+            spec=self.spec,
+            checkpoint=self.checkpoint,
             kind=self.model.kind,
-            stack=site.stack,
-            corpus=spec.corpus,
+            site=site,
             population=population,
-            site=site.name,
-            depth=site.depth,
             metric=metric.name,
             metric_version=metric.version,
-            value=answer.value,
-            spread=answer.spread,
-            null=answer.null,
-            batches=answer.batches,
-            points=answer.points,
-            dropped=answer.dropped,
             excluded=excluded,
-            dim=answer.dim,
             variant=variant,
-            values=answer.values,
-            note=self.failed.get(metric.name, answer.note) if math.isnan(answer.value) else answer.note,
+            note=failed or answer.note,
             seconds=round(self.gauge.seconds[site], 6),
-            stage=self.checkpoint.stage,
-            suspect=self.checkpoint.suspect,
-            run=spec.run,
         )
 
 

@@ -1,6 +1,7 @@
 """Drift in attention: where queries and keys of a block point on average, and how sharply its heads look."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from jaxtyping import Float, Int
@@ -32,19 +33,19 @@ def _drift(vectors: Float[Tensor, "h n e"]) -> Float[Tensor, ""]:
     return (linalg.vector_norm(vectors.mean(1), dim=-1) / size).mean()
 
 
-@metric(
-    family="drift",
+_of_attention = partial(
+    metric, family="drift", version=1, cite="godey2024anisotropy", populations=("all",), default=False
+)
+
+
+@_of_attention(
     needs="heads",
-    version=1,
     invariant_to="rotation scale",
     bounds=(0.0, 1.0),
-    cite="godey2024anisotropy",
     null="exact",
     closed_form=lambda n, d: n**-0.5,
-    populations=("all",),
     min_points=1,
     undefined="all queries of a head are zero",
-    default=False,
 )
 def query_drift(heads: Heads) -> Float[Tensor, ""]:
     """How far the queries of a block have drifted from the origin, in units of their size.
@@ -59,19 +60,14 @@ def query_drift(heads: Heads) -> Float[Tensor, ""]:
     return _drift(heads.queries)
 
 
-@metric(
-    family="drift",
+@_of_attention(
     needs="heads",
-    version=1,
     invariant_to="rotation scale",
     bounds=(0.0, 1.0),
-    cite="godey2024anisotropy",
     null="exact",
     closed_form=lambda n, d: n**-0.5,
-    populations=("all",),
     min_points=1,
     undefined="all keys of a head are zero",
-    default=False,
 )
 def key_drift(heads: Heads) -> Float[Tensor, ""]:
     """How far the keys of a block have drifted from the origin, in units of their size.
@@ -83,19 +79,14 @@ def key_drift(heads: Heads) -> Float[Tensor, ""]:
     return _drift(heads.keys)
 
 
-@metric(
-    family="drift",
+@_of_attention(
     needs="heads",
-    version=1,
     invariant_to="rotation scale",
     bounds=(-1.0, 1.0),
-    cite="godey2024anisotropy",
     null="exact",
     closed_form=lambda n, d: 0.0,
-    populations=("all",),
     min_points=1,
     undefined="the mean query or the mean key of a head is zero",
-    default=False,
 )
 def query_key_drift(heads: Heads) -> Float[Tensor, ""]:
     """Whether queries and keys of a block have drifted together or against each other.
@@ -113,17 +104,12 @@ def query_key_drift(heads: Heads) -> Float[Tensor, ""]:
     return ((queries * keys).sum(-1) / lengths).mean()
 
 
-@metric(
-    family="drift",
+@_of_attention(
     needs="attention",
-    version=1,
     bounds=(0.0, 1.0),
-    cite="godey2024anisotropy",
     null="none",
     reason="attention that knows nothing is uniform and reads 1, the upper bound",
-    populations=("all",),
     undefined="no row sees two positions",
-    default=False,
 )
 def attention_entropy(rows: AttentionRows) -> Float[Tensor, ""]:
     """How evenly the heads of a block look at what they may see.
