@@ -6,6 +6,7 @@ Adding a named corpus: a reader here, and its line in `_READERS`.
 import ast
 import contextlib
 import difflib
+import functools
 import gzip
 import hashlib
 import http.client
@@ -159,6 +160,8 @@ def _read_file(path: Path, title: str) -> Iterator[tuple[str, str]]:
                 raise CorpusError(f'{path} line {number} is not a JSON object with a string "text"') from error
 
 
+# Parsing the standard library takes seconds, and it does not change while a program runs.
+@functools.cache
 def _read_pydoc(name: str) -> Corpus:
     """Docstrings of this Python's standard library, one document per module; always there, no network."""
     root = sysconfig.get_path("stdlib")
