@@ -33,7 +33,7 @@ def each_metric_of(metrics: Iterable[Metric]) -> pytest.MarkDecorator:
 
 # Metrics of the final norm take its gain and bias besides points, those of attention no points at all:
 # tests/test_norms.py, tests/test_drift.py.
-OF_PARTS = {"norm", "heads", "attention", "updates"}
+OF_PARTS = {"norm", "heads", "attention", "updates", "enrichment"}
 OF_POINTS = [item for item in all_metrics().values() if item.needs not in OF_PARTS]
 
 
@@ -169,6 +169,9 @@ def test_these_metrics_exist() -> None:
         "final_norm": {
             *("norm_gain", "norm_bias", "norm_bias_ratio", "norm_bias_ratio_effective"),
             *("residual_drift", "drift_cancellation"),
+        },
+        "alignment": {
+            *("tangent_energy", "tangent_gain", "tangent_excess", "normal_ratio", "gradient_leading_variance"),
         },
         "linearity": {"procrustes_linearity", "procrustes_linearity_heldout"},
         "output": {"loss"},

@@ -119,7 +119,7 @@ def estimate(
     check_settings(batch_points=batch_points, **settings)
     found = find_metrics([metrics] if isinstance(metrics, str) else metrics, gride_scales=gride_scales)
     for metric in found:
-        if metric.needs in ("losses", "pair", "norm", "heads", "attention", "updates"):
+        if metric.needs in ("losses", "pair", "norm", "heads", "attention", "updates", "enrichment"):
             raise SpecError(f"{metric.name} needs a model, not a matrix of points; use measure()")
     given = {"token_ids": token_ids, "sentences": sentences}
     for metric in found:

@@ -34,6 +34,9 @@ def spec_flags(
     neighbors: Annotated[int | None, typer.Option(help="Neighbours of levina_bickel.  [20]")] = None,
     gride_scales: Annotated[str | None, typer.Option(help="Scales of gride.  [2,4,8,16,32,64]")] = None,
     isoscore_zeta: Annotated[float | None, typer.Option(help="Shrinkage of isoscore_star.  [0.25]")] = None,
+    rank: Annotated[int | None, typer.Option(help="Directions of a tangent proxy.  [16]")] = None,
+    proxy: Annotated[str | None, typer.Option(help="Another tangent proxy beside pca and seminmf: svd.")] = None,
+    gradients: Annotated[str | None, typer.Option(help="Out of virtual and activation.  [both]")] = None,
     blocks: Annotated[str | None, typer.Option(help="Path of the block list, where it is not found.")] = None,
     final_norm: Annotated[str | None, typer.Option(help="Path of the final norm, where it is not found.")] = None,
 ) -> dict[str, Any]:
@@ -54,6 +57,9 @@ def spec_flags(
         "neighbors": neighbors,
         "gride_scales": _numbers(gride_scales),
         "isoscore_zeta": isoscore_zeta,
+        "rank": rank,
+        "proxy": proxy,
+        "gradients": words(gradients),
         "blocks": words(blocks),
         "final_norm": words(final_norm),
     }

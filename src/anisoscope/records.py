@@ -227,6 +227,9 @@ class Record:
     """Why the checkpoint may not be what its name says, where its files were found to be wrong."""
     run: str | None = None
     """Name of the training, where it was measured live."""
+    low: float | None = None
+    """Ends of a 95 % interval, where the estimator has one of its own."""
+    high: float | None = None
 
     @classmethod
     def from_estimate(

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 import anisoscope
+from anisoscope.alignment import VIEWS as OF_ALIGNMENT
+from anisoscope.alignment import alignment_rows
 from anisoscope.attention import VIEWS as OF_ATTENTION
 from anisoscope.attention import WINDOWS as ATTENTION_WINDOWS
 from anisoscope.attention import attention_records
@@ -30,6 +32,7 @@ from anisoscope.layout import select_sites
 from anisoscope.metrics import Metric, find_metrics
 from anisoscope.models import Model
 from anisoscope.norms import Norm, read_norms
+from anisoscope.probes import draw_probe
 from anisoscope.progress import Advance, show_progress
 from anisoscope.records import FINAL_NORM_SITES, Checkpoint, Estimate, Record, Site, Spec, Unit
 from anisoscope.rooms import Batch, Rooms
@@ -68,7 +71,9 @@ class Run:
         if forgiving:
             metrics = [replace(metric, function=self._forgive(metric)) for metric in metrics]
         self.loss = next((metric for metric in metrics if metric.needs == "losses"), None)
-        self.metrics = [metric for metric in metrics if metric.needs not in ("losses", *OF_ATTENTION)]
+        apart = ("losses", *OF_ATTENTION, *OF_ALIGNMENT)
+        self.metrics = [metric for metric in metrics if metric.needs not in apart]
+        self.of_alignment = [metric.name for metric in metrics if metric.needs in OF_ALIGNMENT]
         self.of_attention = [metric.name for metric in metrics if metric.needs in OF_ATTENTION]
         self.batch_size = batch_size or max(1, FORWARD_TOKENS // spec.seq_len)
         self.notes = [*corpus.notes, *windows.notes, *model.notes]
@@ -220,7 +225,7 @@ class Run:
         for site, owners in self.gauge.collect_owners(self.rooms).items():
             prefix = f"owners/{site.stack or ''}/{site.name}"
             attachments |= owners.attach(prefix, self._decode, self.corpus.titles)
-        weights, attention = list(self._weigh()), list(self._attend())
+        weights, attention, aligned = list(self._weigh()), list(self._attend()), list(self._align())
         for site, _, _, _, survey in weights:
             attachments |= {} if survey is None else survey.attachments(f"weights/{site.name}")
         provenance = {
@@ -245,7 +250,7 @@ class Run:
         records += [
             self._record(site, ROWS, metric, answer, 0, variant) for site, metric, variant, answer, _ in weights
         ]
-        records += attention
+        records += [*attention, *aligned]
         return Unit(spec=self.spec, provenance=provenance, records=tuple(records), attachments=attachments)
 
     def _attend(self) -> Iterator[Record]:
@@ -255,6 +260,16 @@ class Run:
             self.notes.append(f"attention was looked at in the first {ATTENTION_WINDOWS} windows")
         for site, metric, answer in attention_records(self.model, ids, self.sites, self.of_attention):
             yield self._record(site, "all", metric, answer, ids.numel() - answer.points)
+
+    def _align(self) -> Iterator[Record]:
+        """Gradients of the Spec's probe against tangent proxies."""
+        if not self.of_alignment:
+            return
+        probe = draw_probe(self.spec, self.model.tokenizer, self.corpus)
+        with self.clock("gradients"):
+            for row in alignment_rows(self.model, probe, self.sites, self.of_alignment, self.spec):
+                excluded = probe.test.token_ids.size - row.answer.points
+                yield self._record(row.site, row.population, row.metric, row.answer, excluded, **row.columns)
 
     def _weigh(self) -> Iterator[WeightRecord]:
         """The matrices of embeddings that the Spec asks for."""
@@ -308,7 +323,14 @@ class Run:
         )
 
     def _record(
-        self, site: Site, population: str, metric: Metric, answer: Estimate, excluded: int, variant: str | None = None
+        self,
+        site: Site,
+        population: str,
+        metric: Metric,
+        answer: Estimate,
+        excluded: int,
+        variant: str | None = None,
+        **columns: Any,
     ) -> Record:
         failed = self.failed.get(metric.name) if math.isnan(answer.value) else None
         return Record.from_estimate(
@@ -325,6 +347,7 @@ class Run:
             variant=variant,
             note=failed or answer.note,
             seconds=round(self.gauge.seconds[site], 6),
+            **columns,
         )
 
 

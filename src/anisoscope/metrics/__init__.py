@@ -1,6 +1,7 @@
 """The mathematics: one view of a cloud in, one number out. Importing this registers every metric."""
 
 from anisoscope.metrics import (
+    alignment,
     angles,
     contextuality,
     drift,
@@ -17,6 +18,7 @@ from anisoscope.metrics.declaration import Metric, all_metrics, find_metrics, me
 
 __all__ = [
     "Metric",
+    "alignment",
     "all_metrics",
     "angles",
     "contextuality",

@@ -1,0 +1,129 @@
+"""How much of a gradient lies where states vary, and how much more than chance would put there.
+
+Notation: h the states of test documents, a = ∂L/∂h their gradients, Q (d, r) a tangent proxy fitted on other documents.
+`virtual` is the coupled gradient G = Σ (a - ā)(h - h̄)ᵀ, that of an identity map put at the site; `activation` are the
+rows a themselves. The computation is in `tangent/`; here is what is reported of it.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from anisoscope.metrics.declaration import metric
+
+
+@dataclass(frozen=True, kw_only=True)
+class Enrichment:
+    """What a gradient and a tangent proxy have in common; NaN where it is not known."""
+
+    energy: float
+    """E = ‖GQ‖² / ‖G‖², or ‖AQ‖² / ‖A‖²."""
+    chance: float
+    """The same under the binding control."""
+    gain: float
+    normal_ratio: float
+    leading_share: float
+    """Of the gradient rows' second moment."""
+
+
+_of_gradients = partial(
+    metric,
+    family="alignment",
+    needs="enrichment",
+    version=1,
+    cite="bernas2026revisiting",
+    min_points=2,
+    undefined="the gradients are zero, or there are too few windows for the control",
+)
+
+
+def _number(value: float) -> Float[Tensor, ""]:
+    return torch.tensor(value, dtype=torch.float64)
+
+
+@_of_gradients(
+    invariant_to="rotation scale",
+    bounds=(0.0, 1.0),
+    null="none",
+    reason="its controls stand beside it: tangent_excess and normal_ratio",
+)
+def tangent_energy(found: Enrichment) -> Float[Tensor, ""]:
+    """Share of a gradient's energy in the tangent proxy.
+
+        tangent_energy = E(Q) = ‖GQ‖² / ‖G‖²        (activation: ‖AQ‖² / ‖A‖²)
+
+    By itself it says little: a weight gradient lies where states vary whether or not there is a signal, so E is near
+    the share of the states' variance in Q even for gradients drawn at random. Its interval is over windows (virtual)
+    or documents (activation).
+    """
+    return _number(found.energy)
+
+
+@_of_gradients(
+    invariant_to="rotation scale",
+    null="exact",
+    closed_form=lambda n, d: 1.0,
+)
+def tangent_gain(found: Enrichment) -> Float[Tensor, ""]:
+    """Energy in the tangent proxy over what chance puts there.
+
+        tangent_gain = E(Q) / mean of E with whole windows paired anew        (activation: E(Q) / (r/d))
+
+    1 where gradients know nothing of the states they belong to.
+    """
+    return _number(found.gain)
+
+
+@_of_gradients(
+    invariant_to="rotation scale",
+    bounds=(-1.0, 1.0),
+    null="exact",
+    closed_form=lambda n, d: 0.0,
+)
+def tangent_excess(found: Enrichment) -> Float[Tensor, ""]:
+    """The headline: energy in the tangent proxy beyond the hardest control that applies.
+
+        virtual:     E(Q) - mean over permutations π of whole windows of E(Q) with G_π = Σ_w A_π(w)ᵀ H_w
+        activation:  E(Q) - the largest of: mean over random subspaces, mean over random signs of Q's coordinates,
+                     E of the next r principal directions
+
+    0 on average where there is no signal, and p says how often chance reaches it; `control` names what was subtracted.
+    Deviation from the source: it compares with random normal directions, which on weight gradients every signal-free
+    null passes (docs/tangent.md); that number is `normal_ratio`.
+    """
+    return _number(found.energy - found.chance)
+
+
+@_of_gradients(
+    invariant_to="rotation scale",
+    null="none",
+    reason="the source's own measure; signal-free weight gradients have large ones too",
+)
+def normal_ratio(found: Enrichment) -> Float[Tensor, ""]:
+    """The source's measure: energy in the tangent proxy over the mean energy in random normal subspaces of its rank.
+
+        normal_ratio = E(Q) / mean E(Q_N),   Q_N random with Q_NᵀQ = 0
+
+    Shown because the source reports it, with its p, and never the headline: for coupled gradients it is large whether
+    or not there is a signal. 199 random subspaces; the source has 20.
+    """
+    return _number(found.normal_ratio)
+
+
+@_of_gradients(
+    invariant_to="rotation scale",
+    bounds=(0.0, 1.0),
+    null="none",
+    reason="gradients are compared with other checkpoints, sites and frequencies",
+)
+def gradient_leading_variance(found: Enrichment) -> Float[Tensor, ""]:
+    """Leading share of the second moment of gradient rows.
+
+        gradient_leading_variance = λ₁ / Σλ of AᵀA        (virtual: of GᵀG, whose λ are squares)
+
+    The anisotropy of gradients: not centred, because a mean gradient is part of what training does.
+    """
+    return _number(found.leading_share)

@@ -1,0 +1,1 @@
+"""Gradients against the tangent space of the states: proxies, energies, controls, curvature, concepts."""

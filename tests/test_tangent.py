@@ -1,0 +1,749 @@
+"""Tangent energies and their controls: closed forms, and slow references that share no code with them."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from anisoscope.errors import SpecError, StatesError
+from anisoscope.tangent import proxies
+from anisoscope.tangent import windows as windowed
+from anisoscope.tangent.anisotropy import (
+    LED_DRAWS,
+    anisotropy_share,
+    gradient_leading_variance,
+    leading_axes,
+    leading_without,
+)
+from anisoscope.tangent.controls import energy_of, random_spaces, second_moment, sign_energies
+from anisoscope.tangent.dynamics import clears, emergence, turn_between, update_alignment
+from anisoscope.tangent.energies import coupled_alignment, energy_sums, local_alignment, uncoupled_alignment
+from anisoscope.tangent.frequency import bin_tokens, energy_by_frequency
+from anisoscope.tangent.inference import (
+    benjamini_hochberg,
+    draw_permutations,
+    jackknife_ratio,
+    max_t,
+    permutation_correlation,
+    permutation_p,
+    ranks,
+    ratio_of_sums,
+)
+from anisoscope.tangent.pinning import follow_centroids, log_trend, pin_types
+from anisoscope.tangent.proxies import LocalProxy, checkpoints_to_fit, fit_global, fit_local, fit_proxy, without_mean
+from anisoscope.tangent.windows import pair_windows, stack_windows
+
+# Relative difference between a fast path in float32 and its reference in float64.
+FAST_TOLERANCE = 2e-5
+EXACT = 1e-9
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def orthonormal(d: int, r: int, *, seed: int = 0) -> Tensor:
+    return torch.linalg.qr(normal(d, r, seed=seed)).Q
+
+
+def decaying(n: int, d: int, *, seed: int = 0, power: float = 0.6) -> Tensor:
+    """States whose variances fall like k^(-2 power) along the same random axes, whatever the seed."""
+    return normal(n, d, seed=seed) * torch.arange(1, d + 1) ** -power @ orthonormal(d, d, seed=99)
+
+
+def windows_of(count: int, length: int) -> Tensor:
+    return torch.arange(count).repeat_interleave(length)
+
+
+def overlap(one: Tensor, other: Tensor) -> float:
+    """‖PᵀQ‖² over the smaller rank: 1 where one span holds the other."""
+    return float((one.T @ other).square().sum()) / min(one.shape[1], other.shape[1])
+
+
+# Proxies
+
+
+def test_pca_and_svd_are_the_singular_vectors() -> None:
+    states = decaying(300, 24) + 2
+    left = torch.linalg.svd(states - states.mean(0)).Vh
+    proxy = fit_global(states, method="pca", rank=5)
+    assert overlap(proxy.basis, left[:5].T) == pytest.approx(1, abs=1e-10)
+    assert overlap(proxy.following, left[5:10].T) == pytest.approx(1, abs=1e-10)
+    assert overlap(proxy.last, left[-5:].T) == pytest.approx(1, abs=1e-10)
+    torch.testing.assert_close(proxy.mean, states.mean(0))
+    shares = torch.linalg.svdvals(states - states.mean(0)).square()
+    assert proxy.explained == pytest.approx(float(shares[:5].sum() / shares.sum()), abs=1e-10)
+    raw = fit_global(states, method="svd", rank=5)
+    assert overlap(raw.basis, torch.linalg.svd(states).Vh[:5].T) == pytest.approx(1, abs=1e-10)
+
+
+def test_a_cone_gives_semi_nmf_the_span_of_the_uncentred_svd() -> None:
+    states = decaying(400, 32, power=1.0) + 1.5
+    svd = fit_global(states, method="svd", rank=4)
+    cone = fit_global(states, method="seminmf", rank=4, centred=False)
+    assert overlap(svd.basis, cone.basis) > 0.999
+    mean = states.mean(0, keepdim=True).T / states.mean(0).norm()
+    assert overlap(mean, cone.basis) > 0.99
+    # Centred, the mean is not among the directions.
+    assert overlap(mean, fit_global(states, method="seminmf", rank=4).basis) < 0.2
+
+
+def test_every_proxy_is_orthonormal_with_normals_outside_it() -> None:
+    states = decaying(300, 24) + 1
+    for method in ("pca", "svd", "seminmf"):
+        proxy = fit_global(states.float(), method=method, rank=5)
+        for one in (proxy, without_mean(proxy)):
+            whole = torch.cat([one.basis, one.following], 1).double()
+            identity = torch.eye(whole.shape[1], dtype=torch.float64)
+            torch.testing.assert_close(whole.T @ whole, identity, atol=2e-5, rtol=0)
+            last = torch.cat([one.basis, one.last], 1).double()
+            torch.testing.assert_close(last.T @ last, identity, atol=2e-5, rtol=0)
+
+
+def test_more_concepts_than_directions() -> None:
+    proxy = fit_global(decaying(300, 24), method="seminmf", rank=3, concepts=8)
+    assert proxy.rank == 3
+    assert overlap(proxy.basis, fit_global(decaying(300, 24), rank=3).basis) > 0.9
+
+
+def test_rank_rules() -> None:
+    loose = normal(40, 14, seed=3)
+    exact = torch.linalg.qr(loose - loose.mean(0)).Q * torch.tensor([4.0, 3.0, 2.0, 1.0] + [0.0] * 10).sqrt()
+    assert fit_global(exact, rank="variance:0.85").rank == 3
+    assert fit_global(exact, rank="variance:0.95").rank == 4
+    assert fit_global(exact, rank="participation_ratio").rank == round(100 / 30)
+    flat = torch.cat([torch.rand(3000, 2, generator=torch.Generator().manual_seed(0)), torch.zeros(3000, 6)], 1)
+    proxy = fit_global(flat, rank="twonn")
+    assert proxy.rank == 2
+    assert "twonn" in proxy.notes[0]
+    limited = fit_global(normal(4000, 6), rank="participation_ratio")
+    assert limited.rank == 3
+    assert "limited" in limited.notes[0]
+
+
+@pytest.mark.parametrize("rank", [0, 24, "variance:2", "variance:x", "best"])
+def test_impossible_ranks_are_refused(rank: Any) -> None:
+    with pytest.raises(SpecError):
+        fit_global(decaying(100, 24), rank=rank)
+
+
+def test_bad_states_are_refused() -> None:
+    with pytest.raises(StatesError):
+        fit_global(torch.full((10, 4), math.nan), rank=2)
+    with pytest.raises(StatesError):
+        fit_global(torch.ones(10, 4), rank=2)
+    with pytest.raises(SpecError):
+        fit_global(torch.ones(1, 4), rank=2)
+    with pytest.raises(SpecError):
+        fit_global(decaying(100, 24), method="ica")
+    with pytest.raises(SpecError):
+        fit_global(decaying(100, 24), method="pca", centred=False)
+
+
+def test_pooled_checkpoints_have_equal_weight() -> None:
+    early = normal(200, 12) * torch.tensor([5.0] + [0.1] * 11)
+    late = 1000 * normal(50, 12, seed=1) * torch.tensor([0.1, 5.0] + [0.1] * 10) + 7
+    pooled = fit_global([early, late], rank=2)
+    wanted = torch.eye(12, dtype=torch.float64)[:, :2]
+    assert overlap(pooled.basis, wanted) > 0.999
+    covariances = [one.T.cov() for one in (early, late)]
+    mean = sum(one / one.trace() for one in covariances) / 2
+    assert pooled.explained == pytest.approx(float(torch.linalg.eigvalsh(mean)[-2:].sum()), rel=1e-6)
+
+
+def test_which_checkpoints_are_fitted_on() -> None:
+    assert list(checkpoints_to_fit(7, 10, mode="frozen")) == [0, 1, 2]
+    assert list(checkpoints_to_fit(0, 12, mode="frozen")) == [0, 1, 2, 3]
+    assert list(checkpoints_to_fit(7, 10, mode="rolling", width=2)) == [5, 6]
+    assert list(checkpoints_to_fit(0, 10, mode="rolling")) == [0]
+    assert list(checkpoints_to_fit(7, 10, mode="per_checkpoint")) == [7]
+    with pytest.raises(SpecError):
+        checkpoints_to_fit(0, 10, mode="sometimes")
+
+
+def test_the_mean_direction_is_taken_out() -> None:
+    states = decaying(300, 24) + 3
+    mean = (states.mean(0) / states.mean(0).norm())[:, None]
+    raw = fit_global(states, method="svd", rank=4)
+    rid = without_mean(raw)
+    assert rid.rank == 3
+    assert float((mean.T @ rid.basis).abs().max()) < 1e-10
+    # A centred proxy keeps its rank.
+    assert without_mean(fit_global(states, rank=4)).rank == 4
+
+
+# Energies and controls
+
+
+def test_energies_of_an_orthonormal_completion_sum_to_one() -> None:
+    rows, axes = decaying(200, 20), orthonormal(20, 20, seed=5)
+    moment = second_moment(rows)
+    parts = [energy_of(moment, axes[:, part]) for part in (slice(0, 6), slice(6, 7), slice(7, 20))]
+    assert sum(parts) == pytest.approx(1, abs=1e-12)
+    assert parts[0] == pytest.approx(float((rows @ axes[:, :6]).square().sum() / rows.square().sum()), abs=1e-12)
+
+
+def test_random_spaces_have_their_expectations() -> None:
+    moment, basis = second_moment(decaying(500, 24)), fit_global(decaying(500, 24, seed=1), rank=4).basis
+    energy = energy_of(moment, basis)
+    spaces = random_spaces(moment, basis, draws=4000)
+    for draws, expected in ((spaces.haar, 4 / 24), (spaces.normal, (1 - energy) * 4 / 20)):
+        error = float(draws.std()) / math.sqrt(4000)
+        assert abs(float(draws.mean()) - expected) < 4 * error
+    signs = sign_energies(moment, basis, draws=4000)
+    expected = float(moment.diagonal() @ basis.square().sum(1))
+    assert abs(float(signs.mean()) - expected) < 4 * float(signs.std()) / math.sqrt(4000)
+
+
+def test_random_spaces_are_those_of_their_bases() -> None:
+    moment, basis = second_moment(decaying(500, 24)), orthonormal(24, 4, seed=2)
+    spaces = random_spaces(moment, basis, draws=9, keep=9)
+    for energy, squares, axes in zip(spaces.normal, spaces.normal_squares, spaces.normal_bases, strict=True):
+        torch.testing.assert_close(axes.T @ axes, torch.eye(4, dtype=torch.float64), atol=1e-10, rtol=0)
+        assert float((axes.T @ basis).abs().max()) < 1e-10
+        assert float(energy) == pytest.approx(energy_of(moment, axes), rel=EXACT)
+        rest = torch.eye(24, dtype=torch.float64) - axes @ axes.T
+        assert float(squares) == pytest.approx(float((rest @ moment @ rest).square().sum()), rel=EXACT)
+
+
+def test_sign_energies_are_those_of_flipped_bases() -> None:
+    moment, basis = second_moment(decaying(500, 24)), orthonormal(24, 4, seed=2)
+    signs = torch.randint(2, (7, 24), generator=torch.Generator().manual_seed(3)) * 2 - 1
+    naive = [energy_of(moment, one[:, None] * basis) for one in signs]
+    np.testing.assert_allclose(sign_energies(moment, basis, draws=7, seed=3), naive, rtol=EXACT)
+
+
+def test_float32_controls_agree_with_float64() -> None:
+    rows, basis = decaying(500, 48), orthonormal(48, 6, seed=2)
+    exact, fast = second_moment(rows), second_moment(rows.float())
+    for attribute in ("haar", "normal", "normal_squares"):
+        one, other = (getattr(random_spaces(m, basis.to(m)), attribute) for m in (exact, fast))
+        torch.testing.assert_close(one, other, rtol=FAST_TOLERANCE, atol=0)
+    torch.testing.assert_close(sign_energies(exact, basis), sign_energies(fast, basis), rtol=FAST_TOLERANCE, atol=0)
+
+
+# Windows
+
+
+def naive_energies(values: Tensor, gradients: Tensor, basis: Tensor, length: int, permutations: Tensor) -> list[float]:
+    values, gradients = values - values.mean(0), gradients - gradients.mean(0)
+    found = []
+    for permutation in permutations:
+        rows = torch.cat([torch.arange(length) + length * int(window) for window in permutation])
+        gradient = gradients[rows].T @ values
+        found.append(float((gradient @ basis).square().sum() / gradient.square().sum()))
+    return found
+
+
+@pytest.mark.parametrize("path", ["tables", "tokens"])
+@pytest.mark.parametrize(("width", "count"), [(20, 33), (11, 34)])
+def test_fast_permuted_energies_equal_the_naive_loop(
+    path: str, width: int, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if path == "tables":
+        monkeypatch.setattr(windowed, "KEPT_TOKENS", 0)
+        # Several columns at a time, not all.
+        monkeypatch.setitem(windowed.TABLE_ELEMENTS, "cpu", 33**2 * 20 * 3)
+    values, basis = decaying(count * 6, 20) + 1, orthonormal(20, 4, seed=2)
+    gradients = normal(count * 6, width, seed=3) + values[:, :width]
+    pairing = pair_windows(values, gradients, windows_of(count, 6), draws=75, seed=4)
+    naive = naive_energies(values, gradients, basis, 6, pairing.permutations.orders)
+    if path == "tokens":
+        squares = windowed._squares_by_tokens(pairing.gradients, pairing.values, pairing.permutations)
+        torch.testing.assert_close(squares, pairing.permuted_squares, rtol=EXACT, atol=0)
+        object.__setattr__(pairing, "permuted_squares", squares)
+    np.testing.assert_allclose(pairing.permuted_energies(basis), naive, rtol=EXACT)
+
+
+def test_float32_windows_agree_with_float64() -> None:
+    values, gradients, basis = decaying(40 * 8, 48), normal(40 * 8, 48, seed=3), orthonormal(48, 6, seed=2)
+    exact = pair_windows(values, gradients, windows_of(40, 8))
+    fast = pair_windows(values.float(), gradients.float(), windows_of(40, 8))
+    torch.testing.assert_close(
+        exact.permuted_energies(basis), fast.permuted_energies(basis), rtol=FAST_TOLERANCE, atol=0
+    )
+    by_tokens = windowed._squares_by_tokens(fast.gradients, fast.values, fast.permutations)
+    torch.testing.assert_close(by_tokens, fast.permuted_squares, rtol=FAST_TOLERANCE, atol=0)
+
+
+def test_windows_may_come_in_any_order_and_length() -> None:
+    rows = torch.arange(10.0)[:, None]
+    stacked = stack_windows(rows, torch.tensor([7, 3, 7, 3, 3, 7, 7, 5, 3, 7]))[..., 0]
+    assert stacked.tolist() == [[1, 3, 4, 8, 0], [7, 0, 0, 0, 0], [0, 2, 5, 6, 9]]
+
+
+def test_tokens_that_are_not_kept_do_not_count() -> None:
+    values, gradients = decaying(160, 12), normal(160, 12, seed=1)
+    keep = torch.arange(160) % 5 != 0
+    spoiled = torch.where(keep[:, None], values, 1e3)
+    found, wanted = (
+        pair_windows(one, gradients, windows_of(32, 5), keep=keep).gradient for one in (spoiled, values.clone())
+    )
+    torch.testing.assert_close(found, wanted)
+    few = pair_windows(values[keep], gradients[keep], windows_of(32, 5)[keep]).gradient
+    torch.testing.assert_close(found / found.norm(), few / few.norm())
+
+
+def test_scale_does_not_matter() -> None:
+    values, gradients = decaying(160, 12).float(), normal(160, 12, seed=1).float()
+    proxy = fit_global(decaying(200, 12, seed=4).float(), rank=3)
+    one = coupled_alignment(pair_windows(values, gradients, windows_of(32, 5)), proxy)
+    other = coupled_alignment(pair_windows(values * 1e12, gradients * 1e-22, windows_of(32, 5)), proxy)
+    assert other.energy.value == pytest.approx(one.energy.value, rel=FAST_TOLERANCE)
+    assert other.gain == pytest.approx(one.gain, rel=FAST_TOLERANCE)
+
+
+def test_few_windows_give_nan_with_a_note() -> None:
+    pairing = pair_windows(decaying(80, 12), normal(80, 12), windows_of(16, 5))
+    found = coupled_alignment(pairing, fit_global(decaying(80, 12, seed=1), rank=3))
+    assert math.isnan(found.p)
+    assert math.isnan(found.excess)
+    assert math.isnan(found.gain)
+    assert 0 < found.energy.value < 1
+    assert "32" in (found.note or "")
+
+
+def test_no_gradient_gives_nan_with_a_note() -> None:
+    proxy = fit_global(decaying(80, 12), rank=3)
+    for found in (
+        uncoupled_alignment(torch.zeros(80, 12), proxy),
+        coupled_alignment(pair_windows(decaying(160, 12), torch.zeros(160, 12), windows_of(32, 5)), proxy),
+    ):
+        assert math.isnan(found.energy.value)
+        assert math.isnan(found.p)
+        assert "zero" in (found.note or "")
+
+
+def test_half_of_all_directions_have_no_normals() -> None:
+    found = uncoupled_alignment(normal(80, 12), fit_global(decaying(80, 12), rank=8))
+    assert math.isnan(found.normal_ratio)
+    assert "normal" in (found.note or "")
+
+
+def test_bad_requests_are_refused() -> None:
+    proxy = fit_global(decaying(80, 12), rank=3)
+    with pytest.raises(SpecError, match="does not depend"):
+        uncoupled_alignment(normal(80, 12), proxy, controls=("haar", "permuted"))
+    with pytest.raises(SpecError, match="controls are"):
+        uncoupled_alignment(normal(80, 12), proxy, controls=("best",))
+    with pytest.raises(SpecError, match="coordinates"):
+        uncoupled_alignment(normal(80, 11), proxy)
+    with pytest.raises(SpecError, match="one row"):
+        pair_windows(normal(80, 12), normal(79, 12), windows_of(16, 5))
+    with pytest.raises(StatesError):
+        pair_windows(normal(80, 12), normal(80, 12) / 0, windows_of(16, 5))
+
+
+def test_an_uncoupled_alignment_is_made_of_its_controls() -> None:
+    rows = decaying(300, 24)
+    proxy = fit_global(decaying(300, 24, seed=1), rank=4)
+    found = uncoupled_alignment(rows, proxy, states=rows, untrained=fit_global(normal(300, 24), rank=4))
+    energy = float((rows @ proxy.basis).square().sum() / rows.square().sum())
+    assert found.energy.value == pytest.approx(energy, rel=1e-12)
+    assert found.energy.low < energy < found.energy.high
+    hardest = max(found.controls[name].value for name in ("haar", "signs", "next"))
+    assert found.control_value == hardest
+    assert found.excess == pytest.approx(energy - hardest)
+    assert found.gain == pytest.approx(energy * 6)
+    assert found.p == found.normal_p == 1 / 200
+    assert found.normal_ratio == pytest.approx(energy / ((1 - energy) * 4 / 20), rel=0.1)
+    # Gradients that are the states themselves lie where states vary.
+    assert found.variance_gain == pytest.approx(1, abs=0.02)
+    assert set(found.controls) == {"haar", "normal", "next", "last", "untrained", "signs"}
+
+
+def test_split_halves_are_the_average_over_all_halvings() -> None:
+    from itertools import combinations
+
+    values, gradients, basis = decaying(6 * 5, 8), normal(30, 8, seed=3), orthonormal(8, 3, seed=2)
+    gradients = gradients + 0.3 * values
+    pairing = pair_windows(values, gradients, windows_of(6, 5))
+    parts = (pairing.gradients.mT @ pairing.values) @ basis
+    crossed, noise = 0.0, 0.0
+    for half in combinations(range(6), 3):
+        one = parts[list(half)].sum(0)
+        other = parts.sum(0) - one
+        crossed += float((one * other).sum())
+        noise += float((one - other).square().sum())
+    assert pairing.split_halves(basis) == pytest.approx(crossed / noise, rel=1e-9)
+
+
+# Statistics
+
+
+def test_p_has_a_floor() -> None:
+    assert permutation_p(2.0, torch.zeros(199)) == 1 / 200
+    assert permutation_p(0.0, torch.zeros(20)) == 1
+    assert math.isnan(permutation_p(math.nan, torch.zeros(20)))
+    assert math.isnan(permutation_p(1.0, torch.zeros(0)))
+
+
+def test_permutations_are_permutations_and_seeded() -> None:
+    found = draw_permutations(100, 33, 4).orders
+    assert bool((found.sort(1).values == torch.arange(33)).all())
+    assert len(found.unique(dim=0)) == 100
+    assert not bool((found == torch.arange(33)).all(1).any())
+    assert torch.equal(found, draw_permutations(100, 33, 4).orders)
+    assert not torch.equal(found, draw_permutations(100, 33, 5).orders)
+
+
+def test_every_window_meets_every_other_equally_often() -> None:
+    met = torch.zeros(5, 5)
+    for seed in range(2000):
+        met += torch.nn.functional.one_hot(draw_permutations(14, 5, seed).orders, 5).sum(0)
+    # Three rings of five turns without the identity: 15 · 2000 / 5 meetings, less 2000 with themselves.
+    wanted = torch.full((5, 5), 6000.0) - 2000 * torch.eye(5)
+    assert float((met - wanted).abs().max()) < 5 * math.sqrt(6000)
+
+
+def test_benjamini_hochberg_as_scipy_has_it() -> None:
+    from scipy.stats import false_discovery_control
+
+    p = np.random.default_rng(0).uniform(size=30) ** 2
+    np.testing.assert_allclose(benjamini_hochberg(p.tolist()), false_discovery_control(p))
+
+
+def test_max_t_of_copies_is_the_single_p() -> None:
+    draws = normal(1, 199)
+    single = permutation_p(1.8, draws[0])
+    copies = max_t(torch.tensor([1.8, 1.8, 1.8], dtype=torch.float64), draws.expand(3, -1))
+    assert copies.tolist() == pytest.approx([single] * 3)
+    # Twenty independent tests cost about twenty times the p.
+    apart = max_t(torch.full((20,), 2.5, dtype=torch.float64), normal(20, 999))
+    assert 0.05 < float(apart.mean()) < 0.25
+    unusable = max_t(torch.tensor([1.8, math.nan]).double(), draws.expand(2, -1))
+    assert math.isnan(float(unusable[1]))
+    assert float(unusable[0]) == pytest.approx(single)
+
+
+def test_a_ratio_of_sums_is_not_a_mean_of_ratios() -> None:
+    found = ratio_of_sums(torch.tensor([1.0, 0.0]), torch.tensor([1.0, 99.0]), seed=0)
+    assert found.value == 0.01
+    assert math.isnan(ratio_of_sums(torch.tensor([1.0]), torch.tensor([2.0]), seed=0).low)
+
+
+def test_the_interval_over_documents_covers() -> None:
+    covered = 0
+    for seed in range(200):
+        below = normal(60, seed=seed).square() + 0.5
+        above = below * (0.3 + 0.1 * normal(60, seed=1000 + seed))
+        found = ratio_of_sums(above, below, seed=seed, resamples=199)
+        covered += found.low <= 0.3 <= found.high
+    assert 0.88 <= covered / 200 <= 0.99
+
+
+def test_the_jackknife_is_that_of_windows_left_out() -> None:
+    parts, basis = normal(9, 5, 7), orthonormal(7, 3)
+    inside, whole = ((one.flatten(1) @ one.flatten(1).T) for one in (parts @ basis, parts))
+    found = jackknife_ratio(inside, whole)
+    left = []
+    for window in range(9):
+        rest = parts.sum(0) - parts[window]
+        left.append(float((rest @ basis).square().sum() / rest.square().sum()))
+    error = math.sqrt(8 * np.var(left))
+    assert found.high - found.value == pytest.approx(2.306004 * error, rel=1e-5)
+
+
+def test_energy_sums_by_document() -> None:
+    rows, basis = normal(6, 4), orthonormal(4, 2)
+    above, below = energy_sums(rows, basis, torch.tensor([5, 2, 5, 2, 2, 9]))
+    assert float(below[0]) == pytest.approx(float(rows[[1, 3, 4]].square().sum()))
+    assert float(above[2]) == pytest.approx(float((rows[5] @ basis).square().sum()))
+
+
+# Anisotropy of gradients
+
+
+def test_anisotropy_shares_are_those_of_the_projected_moment() -> None:
+    rows = decaying(600, 32)
+    proxy = fit_global(decaying(600, 32, seed=1), rank=4)
+    moment = second_moment(rows)
+    found = anisotropy_share(moment, proxy, draws=30)
+    spaces = random_spaces(moment, proxy.basis, draws=30, keep=30)
+
+    def by_decomposition(basis: Tensor) -> tuple[float, float, float, float]:
+        rest = torch.linalg.svd(basis).U[:, 4:]
+        left = torch.linalg.eigvalsh(rest.T @ moment @ rest).flip(0)
+        whole, axes = torch.linalg.eigh(moment)
+        whole, axes = whole.flip(0), axes.flip(1)
+
+        def star(spectrum: Tensor) -> float:
+            spectrum = 0.75 * spectrum + 0.25 * spectrum.mean()
+            return float((spectrum.sum() ** 2 / spectrum.square().sum() - 1) / (len(spectrum) - 1))
+
+        share = float(whole[:4] @ (basis.T @ axes[:, :4]).square().sum(0) / whole[:4].sum())
+        uneven = rest.T @ (moment - whole.mean() * torch.eye(32)) @ rest
+        energy = 1 - float(uneven.square().sum() / (whole - whole.mean()).square().sum())
+        drop = float(whole[0] / whole.sum() - left[0] / left.sum())
+        return star(left) - star(whole), drop, share, energy
+
+    removals = (found.isoscore_change, found.leading_drop, found.spectral_share, found.anisotropic_energy)
+    for removal, tangent, following in zip(
+        removals, by_decomposition(proxy.basis), by_decomposition(proxy.following), strict=True
+    ):
+        assert removal.tangent == pytest.approx(tangent, rel=1e-6)
+        assert removal.following == pytest.approx(following, rel=1e-6)
+    normals = np.array([by_decomposition(basis) for basis in spaces.normal_bases])
+    for column, (removal, draws) in enumerate(zip(removals, (30, LED_DRAWS, LED_DRAWS, 30), strict=True)):
+        assert removal.normal == pytest.approx(normals[:draws, column].mean(), rel=1e-6, abs=1e-9)
+        assert removal.p == 1 / (draws + 1)
+
+
+@pytest.mark.parametrize("power", [0.0, 0.6])
+def test_leading_eigenvalues_by_lanczos(power: float) -> None:
+    moment = second_moment(decaying(900, 300, power=power))
+    bases = torch.stack([orthonormal(300, 8, seed=seed) for seed in range(3)])
+    exact = []
+    for basis in bases:
+        rest = torch.eye(300, dtype=torch.float64) - basis @ basis.T
+        exact.append(float(torch.linalg.eigvalsh(rest @ moment @ rest)[-1]))
+    tolerance = 1e-3 if power == 0 else 1e-6
+    np.testing.assert_allclose(leading_without(moment, bases), exact, rtol=tolerance)
+    np.testing.assert_allclose(leading_without(moment.float(), bases.float()), exact, rtol=tolerance)
+
+
+def test_leading_axes_hold_what_the_exact_ones_hold() -> None:
+    moment = second_moment(decaying(900, 300))
+    values, axes = leading_axes(moment, 8)
+    exact, vectors = torch.linalg.eigh(moment)
+    np.testing.assert_allclose(values, exact.flip(0)[:8], rtol=1e-3)
+    assert overlap(axes, vectors.flip(1)[:, :8]) > 0.99
+
+
+def test_leading_variance_of_gradients() -> None:
+    rows = torch.tensor([[3.0, 0.0], [-3.0, 0.0], [0.0, 1.0], [0.0, -1.0]]) + 5
+    assert gradient_leading_variance(rows) == pytest.approx(0.9)
+    assert math.isnan(gradient_leading_variance(torch.ones(5, 3)))
+
+
+def test_no_normal_space_gives_nan_with_a_note() -> None:
+    found = anisotropy_share(second_moment(normal(80, 12)), fit_global(decaying(80, 12), rank=8))
+    assert math.isnan(found.isoscore_change.difference)
+    assert found.note
+
+
+# Local proxies
+
+
+def test_local_tangent_spaces_of_a_circle() -> None:
+    angle = torch.linspace(0, 2 * math.pi, 721, dtype=torch.float64)[:-1]
+    circle = torch.stack([angle.cos(), angle.sin(), 0 * angle], 1)
+    proxy = fit_proxy(circle, method="local_pca", rank=1, neighbors=9)
+    assert isinstance(proxy, LocalProxy)
+    at = 0.4 + angle[::37]
+    points = torch.stack([at.cos(), at.sin(), 0 * at], 1)
+    tangents = torch.stack([-at.sin(), at.cos(), 0 * at], 1)
+    for part, bases in proxy.bases(points):
+        cosines = (bases[:, :, 0] * tangents[part]).sum(1).abs()
+        assert float(cosines.min()) > 0.9999
+    with pytest.raises(SpecError):
+        fit_local(circle, rank=1, neighbors=1)
+    with pytest.raises(SpecError):
+        fit_proxy([circle, circle], method="local_pca", rank=1)
+
+
+def test_local_energies_equal_the_naive_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    states, gradients, windows = decaying(33 * 5, 12), normal(33 * 5, 12, seed=1), windows_of(33, 5)
+    proxy = fit_local(decaying(300, 12, seed=2), rank=3, neighbors=20)
+    found = local_alignment(states, gradients, windows, proxy, draws=7, seed=3)
+    # Some tokens at a time give the same.
+    monkeypatch.setattr(proxies, "HELD_ELEMENTS", 20 * 12 * 50)
+    assert local_alignment(states, gradients, windows, proxy, draws=7, seed=3).energy == found.energy
+    bases = torch.cat([some for _, some in proxy.bases(states)])
+    torch.testing.assert_close(bases.mT @ bases, torch.eye(3, dtype=torch.float64).expand(165, 3, 3))
+    for value, order in zip(
+        [found.energy.value, *found.controls["permuted"].draws.tolist()],
+        [torch.arange(33), *draw_permutations(7, 33, 3).orders],
+        strict=True,
+    ):
+        rows = (order[:, None] * 5 + torch.arange(5)).flatten()
+        inside = (gradients[rows][:, None] @ bases)[:, 0]
+        assert value == pytest.approx(float(inside.square().sum() / gradients.square().sum()), rel=1e-10)
+
+
+# Frequency
+
+
+def zipf(types: int, tokens: int, *, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Token types drawn by a Zipf law, and their log frequencies."""
+    weights = 1 / torch.arange(1, types + 1, dtype=torch.float64)
+    drawn = weights.multinomial(tokens, replacement=True, generator=torch.Generator().manual_seed(seed))
+    return drawn, (weights / weights.sum()).log()[drawn]
+
+
+def test_bins_have_equal_mass_and_whole_types() -> None:
+    types, logs = zipf(2000, 20000)
+    bins = bin_tokens(logs, types, bins=5)
+    counts = bins.bincount(minlength=5)
+    assert int(counts.max() - counts.min()) < 0.2 * 4000
+    for one in (0, 3, 17):
+        assert len(bins[types == one].unique()) == 1
+    assert float(logs[bins == 0].max()) <= float(logs[bins == 1].min())
+    by_types = bin_tokens(logs, types, bins=5, by="types")
+    sizes = [len(types[by_types == one].unique()) for one in range(5)]
+    assert max(sizes) - min(sizes) <= 1
+
+
+def test_energy_that_grows_with_frequency_is_found_and_none_is_not() -> None:
+    types, logs = zipf(400, 4000)
+    basis = orthonormal(16, 4)
+    level = (logs - logs.min()) / (logs.max() - logs.min())
+    rows = normal(4000, 16, seed=1)
+    growing = rows + 4 * level[:, None] * normal(4000, 4, seed=2) @ basis.T
+    found = energy_by_frequency(growing, basis, logs, types, bins=6)
+    energies = [one.energy.value for one in found.bins]
+    assert energies == sorted(energies)
+    assert found.spearman.p == found.linear.p == 1 / 1000
+    assert found.linear.slope.low > 0
+    assert len({one.tokens for one in found.bins}) == 1
+    flat = energy_by_frequency(rows, basis, logs, types, bins=6)
+    assert flat.spearman.r.low < 0 < flat.spearman.r.high
+    assert all(abs(one.energy.value - 0.25) < 0.05 for one in flat.bins)
+    # A type that fills a bin has no others to be resampled with.
+    assert math.isnan(flat.bins[-1].energy.low) == (flat.bins[-1].types == 1)
+    falling = energy_by_frequency(growing, basis, -logs, types, bins=6)
+    assert falling.spearman.p == 1
+    assert falling.spearman.p_two_sided == 1 / 1000
+
+
+def test_spearman_as_scipy_has_it() -> None:
+    from scipy.stats import spearmanr
+
+    x, y = normal(50).round(decimals=1), normal(50, seed=1).round(decimals=1)
+    found = permutation_correlation(ranks(x), ranks(y), seed=0).r.value
+    assert found == pytest.approx(spearmanr(x, y).statistic, abs=1e-12)
+    assert math.isnan(permutation_correlation(x, torch.ones(50).double(), seed=0).p)
+
+
+def test_correlations_equal_a_naive_bootstrap() -> None:
+    x, y = normal(40) + 7, normal(40, seed=1)
+    y = y + 0.5 * x
+    found = permutation_correlation(x, y, seed=3, resamples=400)
+    assert found.r.value == pytest.approx(np.corrcoef(x, y)[0, 1], abs=1e-12)
+    assert found.slope.value == pytest.approx(np.polyfit(x, y, 1)[0], abs=1e-12)
+    chance = np.random.default_rng(0)
+    drawn = [chance.integers(40, size=40) for _ in range(4000)]
+    low, high = np.quantile([np.polyfit(x[index], y[index], 1)[0] for index in drawn], [0.025, 0.975])
+    assert found.slope.low == pytest.approx(low, abs=0.1)
+    assert found.slope.high == pytest.approx(high, abs=0.1)
+    # The same whatever is held at one time, but for the draws.
+    null = [np.corrcoef(chance.permutation(x), y)[0, 1] for _ in range(4000)]
+    weak = permutation_correlation(x, normal(40, seed=2), seed=3, resamples=4000)
+    assert weak.p == pytest.approx(np.mean(np.array(null) >= weak.r.value), abs=0.05)
+
+
+def test_frequencies_permuted_over_types_keep_the_nominal_rate() -> None:
+    flagged = 0
+    for seed in range(200):
+        # Occurrences of a type share a level of their own: tokens are not independent, types are.
+        types, logs = zipf(60, 400, seed=seed)
+        own = 2 * normal(60, 1, seed=seed + 1000).abs()[types]
+        rows = normal(400, 8, seed=seed + 2000) + own * normal(400, 2, seed=seed + 3000) @ orthonormal(8, 2).T
+        found = energy_by_frequency(rows, orthonormal(8, 2), logs, types, seed=seed, bins=2, resamples=99)
+        flagged += found.spearman.p <= 0.05
+    assert flagged <= 20
+
+
+# Pinning
+
+
+def test_dispersion_and_distance_are_unbiased() -> None:
+    spread, far, dim = 0.5, 3.0, 40
+    centres = far * torch.nn.functional.normalize(normal(300, dim), dim=1)
+    centres = centres - centres.mean(0)
+    types = torch.arange(300).repeat_interleave(12)
+    states = centres[types] + spread * normal(3600, dim, seed=1)
+    for occurrences in (3, 12):
+        found = pin_types(states, types, occurrences=occurrences)
+        # √(m/(m-1)) is exact for squares: the mean norm lies below their root by about 1/4d.
+        assert float(found.dispersion.mean()) == pytest.approx(spread * math.sqrt(dim), rel=0.02)
+        wanted = torch.linalg.vector_norm(centres, dim=1)
+        assert float((found.distance / wanted).mean()) == pytest.approx(1, abs=0.02)
+
+
+def test_pinning_goes_with_frequency_where_it_does() -> None:
+    types, logs = zipf(60, 6000)
+    radius = (-0.5 * logs).exp() / 10
+    states = 5 * normal(60, 20)[types] + radius[:, None] * normal(6000, 20, seed=1)
+    found = pin_types(states, types)
+    weights = 1 / torch.arange(1, 61, dtype=torch.float64)
+    trend = log_trend((weights / weights.sum()).log()[found.types], found.dispersion)
+    assert trend.r.value < -0.95
+    assert trend.slope.value == pytest.approx(-0.5, abs=0.05)
+    assert trend.p_two_sided == 1 / 1000
+    assert "fewer than 8" in (found.note or "")
+
+
+def test_types_at_the_centroid_have_no_distance() -> None:
+    types = torch.arange(50).repeat_interleave(8)
+    found = pin_types(normal(400, 10), types)
+    # Without debiasing each would read √(10/8).
+    assert 10 < int(found.distance.isnan().sum()) < 45
+    assert "noise" in (found.note or "")
+
+
+def test_trajectories() -> None:
+    there = torch.tensor([[[0.0, 0.0], [1.0, 1.0]], [[3.0, 4.0], [1.0, 1.0]], [[0.0, 0.0], [1.0, 1.0]]])
+    found = follow_centroids(there)
+    assert found.length.tolist() == [10, 0]
+    assert found.variance.tolist() == pytest.approx([25 * 2 / 3 / 2, 0])
+    with pytest.raises(SpecError):
+        follow_centroids(there[:1])
+
+
+# Dynamics
+
+
+def test_principal_angles() -> None:
+    angles = torch.tensor([0.0, 1e-9, 0.3, 1.5], dtype=torch.float64)
+    turn = orthonormal(12, 12)
+    one = turn[:, :4]
+    other = one * angles.cos() + turn[:, 4:8] * angles.sin()
+    found = turn_between(one, other @ orthonormal(4, 4, seed=8))
+    torch.testing.assert_close(found.angles, angles, atol=1e-12, rtol=1e-6)
+    assert found.grassmann == pytest.approx(float(angles.norm()))
+    assert found.chordal == pytest.approx(float(angles.sin().norm()))
+    assert found.overlap == pytest.approx(float(angles.cos().square().mean()))
+    assert turn_between(one, one[:, :2]).grassmann < 1e-12
+
+
+def test_emergence_and_persistence() -> None:
+    found = emergence([0, 16, 64, 256, 1024], [False, True, True, False, True])
+    assert found.step == 16
+    assert found.persistence == pytest.approx(2 / 3)
+    assert emergence([0, 1], [False, False]).step is None
+    assert math.isnan(emergence([0, 1], [False, True]).persistence)
+    with pytest.raises(SpecError):
+        emergence([1, 0], [True, True])
+
+
+def test_clearing_needs_p_and_both_controls() -> None:
+    proxy = fit_global(decaying(300, 24), rank=4)
+    tangent = 0.2 * normal(300, 24) + normal(300, 4, seed=1) @ proxy.basis.T
+    following = 0.2 * normal(300, 24) + normal(300, 4, seed=1) @ (proxy.basis + 1.2 * proxy.following).T
+    assert clears(uncoupled_alignment(tangent, proxy))
+    assert not clears(uncoupled_alignment(following, proxy))
+    assert not clears(uncoupled_alignment(normal(300, 24), proxy))
+
+
+def test_updates_of_rows() -> None:
+    proxy = fit_global(decaying(300, 24), rank=4)
+    updates = 0.1 * normal(200, 24) + normal(200, 4, seed=1) @ proxy.basis.T
+    updates[:50] = 0
+    updates[50] = 100 * proxy.following[:, 0]
+    logs = torch.linspace(-9, -1, 200).double()
+    found = update_alignment(updates, proxy, log_frequency=logs, bins=3)
+    assert found.rows == 150
+    assert found.alignment.energy.value < 0.1
+    assert found.unweighted > 0.8
+    moved = updates[50:]
+    shares = (moved @ proxy.basis).square().sum(1) / moved.square().sum(1)
+    assert found.unweighted == pytest.approx(float(shares.mean()), rel=1e-10)
+    assert found.by_frequency is not None
+    assert [one.types for one in found.by_frequency.bins] == [50, 50, 50]
+    assert found.by_frequency.bins[2].energy.value == pytest.approx(
+        float((moved[100:] @ proxy.basis).square().sum() / moved[100:].square().sum()), rel=1e-10
+    )

@@ -1,0 +1,213 @@
+"""What the tests of alignment call significant: no more than they may where there is no signal, and what is planted.
+
+Signal-free states and gradients come in the four kinds that have fooled such tests; the proxy is always fitted on other
+states. Rates are held against the binomial interval of their draws.
+"""
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import binomtest, kstest
+from torch import Tensor
+
+from anisoscope.tangent.energies import Alignment, coupled_alignment, local_alignment, uncoupled_alignment
+from anisoscope.tangent.inference import permutation_p
+from anisoscope.tangent.proxies import fit_global, fit_local
+from anisoscope.tangent.windows import pair_windows
+
+DIM, RANK, WINDOWS, LENGTH = 64, 8, 32, 16
+TOKENS = WINDOWS * LENGTH
+TRIALS, NOMINAL = 500, 0.05
+DRAWS = 59
+LABELS = torch.arange(WINDOWS).repeat_interleave(LENGTH)
+
+Maker = Callable[[torch.Generator], tuple[Tensor, Tensor, Tensor]]
+"""States to fit on, states and gradients to test."""
+
+
+def noise(chance: torch.Generator, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=chance)
+
+
+def axes(chance: torch.Generator) -> Tensor:
+    return torch.linalg.qr(noise(chance, DIM, DIM)).Q
+
+
+def varied(chance: torch.Generator, turn: Tensor) -> Tensor:
+    """States whose variances fall like k^-1.2."""
+    return noise(chance, TOKENS, DIM) * torch.arange(1, DIM + 1) ** -0.6 @ turn
+
+
+def independent(chance: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    turn = axes(chance)
+    return varied(chance, turn), varied(chance, turn), varied(chance, axes(chance))
+
+
+def serial(chance: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    """Neighbours in a window resemble each other: in the gradients, and in the states the more the wider the axis."""
+    turn, other = axes(chance), axes(chance)
+    held = 0.95 * torch.arange(1, DIM + 1) ** -0.6
+    fit, states = (_smoothed(varied(chance, torch.eye(DIM)), held) @ turn for _ in range(2))
+    return fit, states, _smoothed(varied(chance, other), torch.full((DIM,), 0.95))
+
+
+def _smoothed(rows: Tensor, held: Tensor) -> Tensor:
+    """First-order autoregression along each window, of the same variance."""
+    shaped = rows.view(WINDOWS, LENGTH, DIM)
+    found = [shaped[:, 0]]
+    for place in range(1, LENGTH):
+        found.append(held * found[-1] + (1 - held.square()).sqrt() * shaped[:, place])
+    return torch.stack(found, 1).reshape(TOKENS, DIM)
+
+
+def rogue(chance: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    """Six coordinates are large in the states and in the gradients."""
+    large = torch.ones(DIM)
+    large[torch.randperm(DIM, generator=chance)[:6]] = 8.0
+    return tuple(noise(chance, TOKENS, DIM) * large for _ in range(3))  # type: ignore[return-value]
+
+
+def common_mean(chance: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    """A mean far from the origin, the same direction for states and gradients."""
+    fit, states, gradients = independent(chance)
+    mean = noise(chance, DIM)
+    return fit + 3 * mean, states + 3 * mean, gradients + 3 * mean
+
+
+NULLS: dict[str, Maker] = {
+    "independent": independent,
+    "serial": serial,
+    "rogue": rogue,
+    "common mean": common_mean,
+}
+
+
+def planted(inside: bool) -> Maker:
+    """Gradients that follow the states along their second to fourth axes, or along three far outside the proxy."""
+
+    def make(chance: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+        turn = axes(chance)
+        fit, states = varied(chance, turn), varied(chance, turn)
+        along = turn[1:4] if inside else turn[40:43]
+        # As strong in either place.
+        signal = states @ along.T / (states @ along.T).std() @ noise(chance, 3, DIM) / math.sqrt(3)
+        return fit, states, noise(chance, TOKENS, DIM) + signal
+
+    return make
+
+
+def trial(make: Maker, seed: int, *, coupled: bool) -> Alignment:
+    fit, states, gradients = make(torch.Generator().manual_seed(seed))
+    proxy = fit_global(fit, rank=RANK)
+    if coupled:
+        pairing = pair_windows(states, gradients, LABELS, draws=DRAWS, seed=seed)
+        return coupled_alignment(pairing, proxy, draws=19, seed=seed)
+    return uncoupled_alignment(gradients, proxy, documents=LABELS, draws=DRAWS, seed=seed)
+
+
+def at_most_nominal(flagged: int, trials: int) -> bool:
+    """Whether the rate may be nominal: the interval of 99 % reaches down to it."""
+    return binomtest(flagged, trials).proportion_ci(0.99).low <= NOMINAL
+
+
+@pytest.mark.parametrize("kind", NULLS)
+def test_signal_free_coupled_gradients_are_not_called_tangent(kind: str) -> None:
+    found = [trial(NULLS[kind], seed, coupled=True) for seed in range(TRIALS)]
+    assert at_most_nominal(sum(one.p <= NOMINAL for one in found), TRIALS)
+    gains = np.array([one.gain for one in found])
+    assert abs(gains.mean() - 1) < 4 * gains.std() / math.sqrt(TRIALS)
+    if kind == "independent":
+        assert min(one.p for one in found) >= 1 / (DRAWS + 1)
+        # p has steps of 1/60: spread out evenly within a step, it is uniform.
+        spread = np.array([one.p for one in found]) - np.random.default_rng(0).uniform(size=TRIALS) / (DRAWS + 1)
+        assert kstest(spread, "uniform").pvalue > 0.001
+    # The paper's control calls them so, nearly always.
+    assert sum(one.normal_p <= NOMINAL for one in found) / TRIALS > 0.95
+
+
+@pytest.mark.parametrize("kind", NULLS)
+def test_signal_free_uncoupled_gradients_are_not_called_tangent(kind: str) -> None:
+    found = [trial(NULLS[kind], seed, coupled=False) for seed in range(TRIALS)]
+    assert at_most_nominal(sum(one.p <= NOMINAL for one in found), TRIALS)
+    if kind == "rogue":
+        for name in ("haar", "normal"):
+            assert sum(one.controls[name].p <= NOMINAL for one in found) / TRIALS > 0.95
+
+
+def test_single_tokens_must_not_be_permuted() -> None:
+    """Where neighbours resemble each other, permuting tokens calls signal-free gradients significant."""
+    flagged = 0
+    for seed in range(60):
+        chance = torch.Generator().manual_seed(seed)
+        fit, states, gradients = serial(chance)
+        basis, states = fit_global(fit, rank=RANK).basis, states - states.mean(0)
+
+        def energy(
+            order: Tensor, gradients: Tensor = gradients, states: Tensor = states, basis: Tensor = basis
+        ) -> float:
+            whole = gradients[order].T @ states
+            return float((whole @ basis).square().sum() / whole.square().sum())
+
+        draws = torch.tensor([energy(torch.randperm(TOKENS, generator=chance)) for _ in range(19)])
+        flagged += permutation_p(energy(torch.arange(TOKENS)), draws) <= NOMINAL
+    assert flagged > 30
+
+
+def test_a_planted_tangent_signal_is_found() -> None:
+    found = [trial(planted(True), seed, coupled=True) for seed in range(100)]
+    assert sum(one.p <= NOMINAL for one in found) >= 95
+    assert all(one.gain > 1 for one in found)
+    assert sum(one.normal_p <= NOMINAL for one in found) >= 95
+
+
+def test_a_planted_normal_signal_is_not_called_tangent() -> None:
+    found = [trial(planted(False), seed, coupled=True) for seed in range(100)]
+    assert at_most_nominal(sum(one.p <= NOMINAL for one in found), 100)
+    assert np.mean([one.excess for one in found]) < 0
+
+
+def test_uncoupled_signals() -> None:
+    def toward(inside: bool) -> Maker:
+        def make(chance: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+            turn = axes(chance)
+            along = turn[:RANK] if inside else turn[40 : 40 + RANK]
+            gradients = noise(chance, TOKENS, DIM) + 2 * noise(chance, TOKENS, RANK) @ along
+            return varied(chance, turn), varied(chance, turn), gradients
+
+        return make
+
+    tangent = [trial(toward(True), seed, coupled=False) for seed in range(100)]
+    assert sum(one.p <= NOMINAL and one.excess > 0 for one in tangent) >= 95
+    outside = [trial(toward(False), seed, coupled=False) for seed in range(100)]
+    assert sum(one.p <= NOMINAL for one in outside) == 0
+    assert all(one.excess < 0 for one in outside)
+
+
+@pytest.mark.parametrize("kind", NULLS)
+def test_signal_free_gradients_are_in_no_local_tangent_space(kind: str) -> None:
+    flagged = 0
+    for seed in range(100):
+        fit, states, gradients = NULLS[kind](torch.Generator().manual_seed(seed))
+        proxy = fit_local(fit, rank=3, neighbors=12)
+        flagged += local_alignment(states, gradients, LABELS, proxy, draws=DRAWS, seed=seed).p <= NOMINAL
+    assert at_most_nominal(flagged, 100)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_gradients_along_a_circle_are_in_its_local_tangent_spaces(inside: bool) -> None:
+    """No global proxy could tell along from across: both fill the plane."""
+    flagged = 0
+    for seed in range(30):
+        chance = torch.Generator().manual_seed(seed)
+        angles = 2 * math.pi * torch.rand(2, TOKENS, generator=chance)
+        plane = axes(chance)[:2]
+        fit, states = torch.stack([angles.cos(), angles.sin()], 2) @ plane
+        along = torch.stack([-angles[1].sin(), angles[1].cos()], 1) @ plane
+        signal = (along if inside else states) * noise(chance, TOKENS, 1)
+        gradients = noise(chance, TOKENS, DIM) + 2 * signal
+        proxy = fit_local(fit, rank=1, neighbors=9)
+        flagged += local_alignment(states, gradients, LABELS, proxy, draws=DRAWS, seed=seed).p <= NOMINAL
+    assert flagged >= 28 if inside else flagged <= 4
