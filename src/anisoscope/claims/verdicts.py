@@ -8,6 +8,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from anisoscope.claims.enrichment import judge_enrichment
 from anisoscope.claims.findings import Finding, Subject, counted, number
 from anisoscope.claims.profiles import count_suspects, last_checkpoints, read_profiles
 from anisoscope.claims.resampling import Resampling, holm
@@ -64,6 +65,7 @@ def judge(table: pa.Table, *, seed: int = 0, resamples: int = 2000, level: float
         *judge_kinds(last, how),
         *judge_trainings(profiles, how),
         *judge_theories(table, how),
+        *judge_enrichment(table, how),
     ]
     adjusted, suspects = holm([finding.p for _, finding in found]), count_suspects(table)
     verdicts = [_verdict(*pair, p, suspects, level) for pair, p in zip(found, adjusted, strict=True)]
@@ -85,7 +87,7 @@ def _verdict(subject: Subject, finding: Finding, p_adjusted: float, suspects: Co
     numbers = [counted(subject.replicates, subject.unit)]
     if not math.isnan(finding.p):
         low, high = finding.interval
-        numbers += [f"{100 * level:g} % interval {number(low)} to {number(high)}"]
+        numbers += [] if math.isnan(low) else [f"{100 * level:g} % interval {number(low)} to {number(high)}"]
         numbers += [f"p {_p(finding.p)}, corrected p {_p(p_adjusted)}"]
     metric, population, corpus = subject.place
     about = ", ".join(part for part in (subject.name, subject.variant) if part)

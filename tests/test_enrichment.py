@@ -1,0 +1,85 @@
+"""Tangent enrichment as a claim: our control and the paper's side by side, and how often chance passes."""
+
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from scipy import stats
+
+from anisoscope.claims import Verdict, judge
+from anisoscope.claims.enrichment import simes
+from anisoscope.store import SCHEMA
+
+BLOCKS = 6
+
+
+def rows(
+    excess: np.ndarray, p: np.ndarray, ratio: np.ndarray, ratio_p: np.ndarray, **changes: Any
+) -> list[dict[str, Any]]:
+    given = {
+        "key": "k",
+        "model": "m",
+        "kind": "decoder",
+        "corpus": "pydoc",
+        "population": "all",
+        "metric_version": 1,
+        "step": 8,
+        "gradient": "virtual",
+        "proxy": "pca",
+        "variant": "mean=in",
+    } | changes
+    return [
+        given | {"metric": metric, "site": f"block.{k}", "depth": (k + 1) / BLOCKS, "value": float(v), "p": float(q)}
+        for metric, values, ps in (("tangent_excess", excess, p), ("normal_ratio", ratio, ratio_p))
+        for k, (v, q) in enumerate(zip(values, ps, strict=True))
+    ]
+
+
+def judged(*parts: list[dict[str, Any]]) -> dict[str, Verdict]:
+    found = judge(pa.Table.from_pylist([row for part in parts for row in part], schema=SCHEMA))
+    return {one.claim: one for one in found if one.claim.startswith("tangent enrichment")}
+
+
+def test_simes_by_hand() -> None:
+    assert simes([0.04, 0.01, 0.5]) == pytest.approx(0.03)
+    assert simes([float("nan"), 0.2]) == 0.2
+    assert np.isnan(simes([]))
+
+
+def test_a_null_that_the_papers_control_passes_is_told_apart() -> None:
+    even = np.linspace(0.2, 0.9, BLOCKS)
+    found = judged(rows(np.full(BLOCKS, 0.01), even, np.full(BLOCKS, 20.0), np.full(BLOCKS, 0.005)))
+    assert found["tangent enrichment"].holds is None
+    assert found["tangent enrichment (the paper's control)"].holds is True
+    assert found["tangent enrichment"].variant == "virtual, pca, mean=in"
+    assert "in 0 blocks of 6" in found["tangent enrichment"].text
+
+
+def test_a_signal_is_found_by_both_and_one_below_its_control_by_none() -> None:
+    floor = np.full(BLOCKS, 0.005)
+    found = judged(rows(np.full(BLOCKS, 0.2), floor, np.full(BLOCKS, 20.0), floor))
+    assert [one.holds for one in found.values()] == [True, True]
+    assert found["tangent enrichment"].effect == pytest.approx(0.2)
+    below = judged(rows(np.full(BLOCKS, -0.2), floor, np.full(BLOCKS, 0.5), floor))
+    assert [one.holds for one in below.values()] == [None, None]
+
+
+def test_the_last_checkpoint_counts_and_suspects_do_not() -> None:
+    floor, one = np.full(BLOCKS, 0.005), np.full(BLOCKS, 1.0)
+    early = rows(np.full(BLOCKS, 0.2), floor, 20 * one, floor, step=2, key="a")
+    late = rows(np.full(BLOCKS, 0.0), 0.5 * one, one, 0.5 * one, step=8, key="b")
+    assert judged(early, late)["tangent enrichment"].holds is None
+    assert judged(early, [row | {"suspect": "copied"} for row in late])["tangent enrichment"].holds is True
+
+
+def test_chance_seldom_passes_whether_or_not_blocks_depend_on_each_other() -> None:
+    random, trials = np.random.default_rng(0), 400
+    for shared in (0.0, 0.9):
+        wrong = 0
+        for _ in range(trials):
+            normal = np.sqrt(shared) * random.normal() + np.sqrt(1 - shared) * random.normal(size=BLOCKS)
+            # As a permutation test of 199 draws gives them.
+            p = (1 + np.floor(199 * stats.norm.sf(normal))) / 200
+            wrong += simes(p.tolist()) <= 0.05
+        assert wrong <= stats.binom.isf(0.001, trials, 0.05)
