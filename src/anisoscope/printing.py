@@ -72,7 +72,14 @@ def print_unit(unit: Unit, *, full: bool = False) -> None:
     stacks = list(dict.fromkeys(record.stack for record in records if record.site != "output"))
     for stack in stacks:
         here = [record for record in records if record.stack == stack and record.site != "output"]
-        console.print(_full_table(here) if full else _profile_table(here, stack, console.width))
+        aligned = [record for record in here if record.gradient is not None]
+        plain = [record for record in here if record.gradient is None]
+        if full:
+            console.print(_full_table(here))
+        elif plain:
+            console.print(_profile_table(plain, stack, console.width))
+        if aligned and not full:
+            console.print(_alignment_table(aligned))
         for table in _stage_tables(here, console.width):
             console.print(table)
     for record in records:
@@ -126,6 +133,47 @@ def _profile_table(records: Sequence[Record], stack: str | None, width: int) -> 
         profile = sparkline([row.value for row in blocks[::stride]])
         table.add_row(metric, population, profile, *(cells[name] for name in shown))
     return table
+
+
+def _alignment_table(records: Sequence[Record]) -> Table:
+    """Where gradients lie: a line per gradient, proxy, mean and population; each site a bar."""
+    title = "Gradients in tangent proxies (means over sites; beyond chance: sites with p ≤ .05)"
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    names = ("gradient", "proxy", "mean", "population", "excess over sites", "energy", "control", "excess")
+    for name in (*names, "beyond chance", "normal_ratio", "rank", "points"):
+        table.add_column(name, justify="left" if name in names[:5] else "right", no_wrap=True)
+    lines: dict[tuple, dict[str, list[Record]]] = {}
+    for row in records:
+        line = lines.setdefault((row.gradient, row.proxy, row.variant, row.population), {})
+        line.setdefault(row.metric, []).append(row)
+    for (gradient, proxy, variant, population), rows in lines.items():
+        excess = sorted(rows.get("tangent_excess", []), key=lambda row: site_order(row.site))
+        one = next(iter(rows.values()))[0]
+        table.add_row(
+            gradient,
+            proxy,
+            (variant or "").removeprefix("mean="),
+            population,
+            sparkline([row.value for row in excess]),
+            *(
+                format_value(_mean(values))
+                for values in (
+                    [row.value for row in rows.get("tangent_energy", [])],
+                    [row.control_value for row in excess if row.control_value is not None],
+                    [row.value for row in excess],
+                )
+            ),
+            f"{sum((row.p or 1) <= 0.05 for row in excess)}/{len(excess)}",
+            format_value(_mean([row.value for row in rows.get("normal_ratio", [])])),
+            str(one.rank),
+            str(one.points),
+        )
+    return table
+
+
+def _mean(values: Sequence[float]) -> float:
+    known = [value for value in values if not math.isnan(value)]
+    return sum(known) / len(known) if known else math.nan
 
 
 def _stage_tables(records: Sequence[Record], width: int) -> list[Table]:

@@ -119,17 +119,17 @@ class Run:
         """Everything, pool by pool."""
         count, length = self.windows.token_ids.shape
         batches = sum(pool.batches for pool in self.pools)
-        if count * length < self.spec.batch_points:
+        if self.pools and count * length < self.spec.batch_points:
             self.notes.append(f"{count * length} points in all, fewer than batch_points = {self.spec.batch_points}")
-        elif batches < POOLED_BATCHES:
+        elif self.pools and batches < POOLED_BATCHES:
             self.notes.append(f"{batches} batches in all: pooled and dealt, but from fewer than {POOLED_BATCHES}")
-        start = time.time()
-        with show_progress(self.spec.model, total=count + batches * len(self.sites), shown=progress) as advance:
+        start, work = time.time(), count + batches * len(self.sites)
+        with show_progress(self.spec.model, total=work, shown=progress and bool(self.pools)) as advance:
             for pool in self.pools:
                 self._measure_pool(pool, advance)
                 if not self.on_gpu:
                     _return_free_memory()
-        return self._unit(time.time() - start)
+        return self._unit(start)
 
     def _measure_pool(self, pool: Pool, advance: Advance) -> None:
         points = (pool.stop - pool.start) * self.windows.token_ids.shape[1]
@@ -220,12 +220,13 @@ class Run:
         )
         return Tokens(ids=ids, positions=positions, documents=documents, special=special, sentences=sentences)
 
-    def _unit(self, seconds: float) -> Unit:
+    def _unit(self, start: float) -> Unit:
         attachments: dict[str, np.ndarray] = {}
         for site, owners in self.gauge.collect_owners(self.rooms).items():
             prefix = f"owners/{site.stack or ''}/{site.name}"
             attachments |= owners.attach(prefix, self._decode, self.corpus.titles)
         weights, attention, aligned = list(self._weigh()), list(self._attend()), list(self._align())
+        seconds = time.time() - start
         for site, _, _, _, survey in weights:
             attachments |= {} if survey is None else survey.attachments(f"weights/{site.name}")
         provenance = {
@@ -283,7 +284,8 @@ class Run:
 
     def _cost(self, seconds: float) -> dict[str, float]:
         """Seconds by what they were spent on."""
-        parts = {part: round(self.clock.seconds[part], 3) for part in ("forward", "neighbours", "spectrum")}
+        known = ("forward", "neighbours", "spectrum", *(["gradients"] if self.of_alignment else []))
+        parts = {part: round(self.clock.seconds[part], 3) for part in known}
         return parts | {"rest": round(max(seconds - sum(parts.values()), 0.0), 3)}
 
     def _decode(self, token: int) -> str:
