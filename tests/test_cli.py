@@ -238,6 +238,7 @@ def test_an_interrupted_run_keeps_its_finished_units(
 def test_ls_lists_metrics_models_corpora_and_protocols() -> None:
     metrics = json.loads(call("ls", "metrics", "--json").stdout)
     assert {row["family"] for row in metrics} == {
+        "alignment",
         "anisotropy",
         "contextuality",
         "drift",

@@ -118,7 +118,11 @@ class Cloud:
         """Σλ and Σλ², from the products that the neighbours need anyway, where they do."""
         squares = None
         if self.neighbor_count and self.whole is not None and self.index is not None:
-            squares = squares_of_part(self.whole.products, self.index)
+            products = self.whole.products
+            squares = squares_of_part(products, self.index)
+            if squares is not None:
+                # The part may have been scaled by another power of two than the whole.
+                squares = squares * (products.scale / self.centred.scale) ** 4
         elif self.neighbor_count:
             squares = self.products.row_squares.sum()
         return gram.gram_sums(self.centred, squares)
