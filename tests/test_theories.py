@@ -114,6 +114,23 @@ def test_what_is_to_be_explained_is_judged_beside_a_theory_and_not_alone() -> No
     assert verdict.population == "all"
 
 
+def test_rows_of_a_changed_norm_and_an_untrained_cone_say_nothing() -> None:
+    cone = next(theory for theory in TESTED if theory.claim == "states move into a cone")
+    runs = np.stack([np.full(len(STEPS), 0.2 + 0.01 * seed) for seed in range(3)])
+    (verdict,) = judged(cone, runs)
+    assert verdict.holds is not True
+    assert verdict.effect == pytest.approx(0)
+    grown = np.stack([series_with(cone, 0.3 + 0.01 * seed) for seed in range(3)])
+    (plain,) = judged(cone, grown)
+    changed = [
+        row | {"variant": "bias=0", "value": -9.0, "key": "changed"}
+        for seed in range(3)
+        for row in rows_of(cone, grown[seed], model=f"m-seed{seed}")
+    ]
+    (beside,) = judged(cone, grown, extra=changed)
+    assert beside.effect == plain.effect
+
+
 def test_steps_without_a_number_and_suspect_checkpoints_are_left_out() -> None:
     theory = TESTED[0]
     runs = np.stack([np.full(len(STEPS), 0.4 + 0.01 * seed) for seed in range(3)])

@@ -95,16 +95,16 @@ class Gate:
 
     def __init__(self, condition: Condition, *, stops: bool) -> None:
         self.condition, self.stops = condition, stops
-        self._held: dict[tuple[str | None, str], int] = {}
+        self._held: dict[tuple, int] = {}
 
     def closes(self, records: Iterable[Record]) -> list[str] | None:
         """Sites where, with the records of one more step, it has held long enough; None where none is concerned."""
         mine = [row for row in records if self.condition.concerns(row.metric, row.site, row.population)]
         for row in mine:
-            place = row.stack, row.site
+            place = row.site, row.stack, row.gradient, row.proxy, row.variant
             self._held[place] = self._held.get(place, 0) + 1 if self.condition.holds(row.value) else 0
-        closed = [site for (_, site), times in self._held.items() if times >= self.condition.checkpoints]
-        return closed if mine else None
+        closed = [site for (site, *_), times in self._held.items() if times >= self.condition.checkpoints]
+        return list(dict.fromkeys(closed)) if mine else None
 
 
 def parse_place(text: str) -> tuple[str, str, str]:

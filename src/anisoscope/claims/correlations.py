@@ -70,6 +70,9 @@ def correlate_table(
     for row in rows:
         if (row["metric"], row["site"], row["population"]) != (metric, site, population):
             continue
+        # Not those of a changed norm; of a matrix, the rows as they are.
+        if row.get("variant") not in (None, "centred=no"):
+            continue
         other = losses.get(row["key"]) if against is None else against.get((row["model"], row["step"]))
         if other is not None and math.isfinite(other) and math.isfinite(row["value"]):
             place = training_order(row["stage"], row["step"], row["revision"])

@@ -3,7 +3,7 @@
 rows drift together             common_drift: rows of the output embedding move against the mean state (Biś 2021)
 centring restores isotropy      I(W) of the output embedding is higher when centred, at the end (Biś 2021)
 rare rows drift farther         rare_drift above 1 (Gao 2019)
-states lie in a cone            hull_margin above that of the states with random signs, at the end (Gao 2019)
+states move into a cone         hull_margin, less that of the states with random signs, grows (Gao 2019)
 queries and keys drift          query_drift and key_drift grow (Godey 2024)
 attention sharpens              attention_entropy falls (Godey 2024)
 states become anisotropic       mean_cosine of the final states grows: what all of them set out to explain
@@ -37,11 +37,20 @@ class Prediction:
     population: str
     margin: float
     """The theory says: above it."""
-    value: Callable[[dict[str, Any]], float] = lambda row: row["value"]
-    """What a row of the table adds to the mean over rows of its checkpoint."""
+    value: Callable[[dict[str, Any]], float] = lambda row: _plain(row, row["value"])
+    """What a row of the table adds to the mean over rows of its checkpoint; NaN where it is not meant."""
     read: Callable[[np.ndarray], np.ndarray]
     """One number for each row of a series (rows, steps)."""
     says: str
+
+
+def _plain(row: dict[str, Any], value: float) -> float:
+    """Rows of another kind, as of a model with a changed norm, do not count."""
+    return value if row["variant"] is None else np.nan
+
+
+def _since_start(series: np.ndarray) -> np.ndarray:
+    return series[:, -1] - series[:, 0]
 
 
 def _last(series: np.ndarray) -> np.ndarray:
@@ -68,6 +77,7 @@ PREDICTIONS = (
         sites="unembed.weight",
         population="rows",
         margin=0.0,
+        value=lambda row: row["value"],
         read=_mean,
         says="the cosine of the rows' mean update with minus the mean state is {effect} on average over intervals",
     ),
@@ -92,14 +102,15 @@ PREDICTIONS = (
         says="the logarithm of how far rare rows move over frequent ones is {effect} on average over intervals",
     ),
     Prediction(
-        claim="states lie in a cone",
+        claim="states move into a cone",
         metrics=("hull_margin",),
         sites="final_norm",
         population="all",
         margin=0.0,
-        value=lambda row: row["value"] - row["null"],
-        read=_last,
-        says="the margin of the final states stands {effect} above that of the same states with random signs",
+        value=lambda row: _plain(row, row["value"] - row["null"]),
+        # Untrained states have a margin too: only what training adds speaks for the theory.
+        read=_since_start,
+        says="the margin of the final states, less that with random signs, grows by {effect} over the training",
     ),
     Prediction(
         claim="queries and keys drift",
@@ -116,7 +127,7 @@ PREDICTIONS = (
         sites="block.*",
         population="all",
         margin=GROWTH,
-        value=lambda row: -row["value"],
+        value=lambda row: _plain(row, -row["value"]),
         read=_growth,
         says="from the first checkpoint to the last quarter the entropy of attention falls by {effect}",
     ),
