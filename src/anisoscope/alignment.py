@@ -19,7 +19,7 @@ from anisoscope.cloud import Tokens, select_population
 from anisoscope.errors import SpecError
 from anisoscope.estimates import judge, summarize
 from anisoscope.gauge import seed_for
-from anisoscope.gradients import Coupled, ProbeGradients, capture_gradients
+from anisoscope.gradients import Coupled, ProbeGradients, capture_gradients, tokens_of
 from anisoscope.metrics import Metric, all_metrics
 from anisoscope.metrics.alignment import Enrichment
 from anisoscope.models import Model
@@ -77,22 +77,10 @@ def alignment_rows(
     proxies = dict.fromkeys((spec.proxy, *PROXIES))
     seeds = [seed_for(spec.seed, window, 2) for window in range(len(probe.test.token_ids))]
     shown = capture_gradients(model, probe.test, sites, seeds=seeds, batch_size=batch_size)
-    fit_tokens = tokens_of(probe.fit)
     for site, states in _fit_states(model, probe.fit, sites, batch_size):
-        half = _Half(states=states, tokens=fit_tokens.to(states.device))
+        half = _Half(states=states, tokens=tokens_of(probe.fit, states.device))
         for population in spec.populations or POPULATIONS:
             yield from _at_site(site, population, half, shown, asked, gradients, tuple(proxies), spec)
-
-
-def tokens_of(windows: Windows) -> Tokens:
-    """What is known of the tokens of windows, one after the other."""
-    ids = torch.from_numpy(windows.token_ids)
-    positions = torch.arange(ids.shape[1]).expand_as(ids)
-    rest = (torch.from_numpy(rows) for rows in (windows.documents, windows.special, windows.sentences))
-    documents, special, sentences = (rows.flatten() for rows in rest)
-    return Tokens(
-        ids=ids.flatten(), positions=positions.flatten(), documents=documents, special=special, sentences=sentences
-    )
 
 
 def _fit_states(
@@ -125,6 +113,8 @@ def _at_site(
     keep[_members(population, here.values, shown.tokens, spec)] = True
     # One pairing serves every proxy: what is permuted does not depend on it.
     pairing = pair_windows(here.values, here.gradients, shown.windows, keep=keep, seed=spec.seed)
+    moments = {"virtual": pairing.gradient, "activation": here.gradients[keep]}
+    shares = {gradient: _leading_share(second_moment(moments[gradient])) for gradient in gradients}
     for name in proxies:
         rank = min(spec.rank, here.values.shape[1] // 2)
         proxy = fit_global(fitted, method=name, rank=rank, seed=spec.seed)
@@ -134,12 +124,10 @@ def _at_site(
                     continue
                 if gradient == "virtual":
                     found = coupled_alignment(pairing, used, seed=spec.seed)
-                    moment = second_moment(pairing.gradient)
                 else:
                     found = _uncoupled(here, keep, shown, used, spec)
-                    moment = second_moment(here.gradients[keep])
                 columns = {"gradient": gradient, "proxy": name, "rank": used.rank, "variant": variant}
-                yield from _rows(site, population, found, _leading_share(moment), asked, columns, keep, used)
+                yield from _rows(site, population, found, shares[gradient], asked, columns, keep)
 
 
 def _uncoupled(here: Coupled, keep: Bool[Tensor, " n"], shown: ProbeGradients, proxy: Proxy, spec: Spec) -> Alignment:
@@ -169,7 +157,6 @@ def _rows(
     asked: list[Metric],
     columns: dict[str, Any],
     keep: Bool[Tensor, " n"],
-    proxy: Proxy,
 ) -> Iterator[AlignmentRow]:
     view = Enrichment(
         energy=found.energy.value,

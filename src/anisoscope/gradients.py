@@ -137,7 +137,7 @@ def capture_gradients(
     every = torch.cat(losses).flatten().to(where)
     pairs = {place: Coupled(values=v.flatten(0, 1), gradients=g.flatten(0, 1)) for place, (v, g) in kept.items()}
     return ProbeGradients(
-        tokens=_tokens(windows, every, where),
+        tokens=tokens_of(windows, where, every),
         windows=torch.arange(count, device=where).repeat_interleave(length),
         read=read.flatten().to(where),
         predicted=int(predicting.sum()),
@@ -163,7 +163,8 @@ def _mask(
     return ids.masked_fill(masked, model.tokenizer.mask_token_id), masked
 
 
-def _tokens(windows: Windows, losses: Float[Tensor, " n"], device: torch.device) -> Tokens:
+def tokens_of(windows: Windows, device: torch.device, losses: Float[Tensor, " n"] | None = None) -> Tokens:
+    """What is known of the tokens of windows, one after the other."""
     positions = np.broadcast_to(np.arange(windows.token_ids.shape[1]), windows.token_ids.shape)
     rows = {"ids": windows.token_ids, "positions": positions, "documents": windows.documents}
     rows |= {"special": windows.special, "sentences": windows.sentences}

@@ -11,7 +11,6 @@ RUN/state/            the last full state of weights, optimizer, schedule and ra
 import contextlib
 import json
 import math
-import random
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -19,8 +18,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 import transformers
 
 from anisoscope.errors import MissingPackageError, SpecError, StoreError
@@ -28,6 +25,7 @@ from anisoscope.lab import Loss, Recipe, Trained
 from anisoscope.penalties import find_penalties
 from anisoscope.progress import show_progress
 from anisoscope.trainer import Keeper, Run, read_curve, write_json
+from anisoscope.undisturbed import same_chance
 
 
 def train(
@@ -53,7 +51,7 @@ def train(
     begun = time.monotonic()
     output = Path(output)
     output.mkdir(parents=True, exist_ok=True)
-    with _random_state_kept(), _quiet(), _alone(output):
+    with same_chance(), _quiet(), _alone(output):
         wanted = json.loads(json.dumps(asdict(recipe)))
         _check_folder(output, wanted, resume)
         done = read_training(output)
@@ -117,18 +115,6 @@ def _check_folder(output: Path, wanted: dict[str, Any], resume: bool) -> None:
     if changed:
         what = ", ".join(f"{name}={there.get(name)} (now {wanted.get(name)})" for name in changed)
         raise SpecError(f"{output} holds a training with {what}; give the same recipe or another folder")
-
-
-@contextlib.contextmanager
-def _random_state_kept() -> Iterator[None]:
-    """The Trainer seeds every generator there is; whoever calls has theirs back afterwards."""
-    python, legacy = random.getstate(), np.random.get_state()  # noqa: NPY002
-    try:
-        with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(legacy)  # noqa: NPY002
 
 
 @contextlib.contextmanager
