@@ -1,4 +1,5 @@
-"""Write the generated pages: docs/metrics.md from the declarations, docs/cli.md from the help texts.
+"""Write the generated pages: docs/metrics.md from the declarations, docs/cli.md from the help texts; and which paper
+each estimator cites and what it says of itself, for readers without torch (data/cites.json, report/assets).
 
 python scripts/make_docs.py            write them
 python scripts/make_docs.py --check    fail when they are stale
@@ -14,11 +15,15 @@ os.environ |= {"COLUMNS": "120", "TERM": "dumb", "NO_COLOR": "1"}
 
 from typer.testing import CliRunner
 
+from anisoscope.citing import cites_json
 from anisoscope.cli import app
 from anisoscope.metrics import all_metrics
+from anisoscope.report.methods import describe
 
 DOCS = Path(__file__).parent.parent / "docs"
-COMMANDS = ((), ("measure",), ("ls",), ("status",), ("doctor",), ("demo",))
+CITES = Path(__file__).parent.parent / "src" / "anisoscope" / "data" / "cites.json"
+METHODS = Path(__file__).parent.parent / "src" / "anisoscope" / "report" / "assets" / "metrics.json"
+COMMANDS = "measure sweep train ls status doctor demo claims concepts report serve reproduce export cite"
 
 
 def metrics_page() -> str:
@@ -51,7 +56,7 @@ def metrics_page() -> str:
 
 def cli_page() -> str:
     lines = ["# Command line", "", "Made by `make docs` from the help texts; do not edit.", ""]
-    for command in COMMANDS:
+    for command in ((), *((name,) for name in COMMANDS.split())):
         shown = CliRunner().invoke(app, [*command, "--help"], prog_name="anisoscope").output
         text = "\n".join(line.rstrip() for line in shown.strip().splitlines())
         lines += [f"## `{' '.join(('anisoscope', *command))}`", "", "```text", text, "```", ""]
@@ -59,7 +64,9 @@ def cli_page() -> str:
 
 
 def pages() -> dict[Path, str]:
-    return {DOCS / "metrics.md": metrics_page(), DOCS / "cli.md": cli_page()}
+    cites = cites_json((name, metric.cite) for name, metric in all_metrics().items())
+    methods = describe(all_metrics().values())
+    return {DOCS / "metrics.md": metrics_page(), DOCS / "cli.md": cli_page(), CITES: cites, METHODS: methods}
 
 
 def stale() -> list[str]:

@@ -18,6 +18,7 @@ from anisoscope.probes import draw_probe
 from anisoscope.records import Record, Site
 
 FAMILY = ("tangent_energy", "tangent_gain", "tangent_excess", "normal_ratio", "gradient_leading_variance")
+BESIDE = ("tangent_anisotropy_share", "tangent_frequency_trend")
 SITE = Site(name="block.2", depth=0.5)
 
 
@@ -46,16 +47,17 @@ def one(unit: an.Unit, **wanted: Any) -> Record:
 
 
 def test_every_gradient_proxy_population_and_variant_has_its_rows(unit: an.Unit) -> None:
-    assert {row.metric for row in unit.records} == set(FAMILY)
+    assert {row.metric for row in unit.records} == {*FAMILY, *BESIDE}
+    plain = [row for row in unit.records if row.metric in FAMILY and row.bin is None]
     for name, known in (
         ("gradient", {"virtual", "activation"}),
         ("proxy", {"pca", "seminmf"}),
         ("population", {"all", "typical"}),
         ("variant", {"mean=in", "mean=out"}),
     ):
-        assert {getattr(row, name) for row in unit.records} == known
-    assert len(unit.records) == len(FAMILY) * 2**4
-    for row in unit.records:
+        assert {getattr(row, name) for row in plain} == known
+    assert len(plain) == (len(FAMILY) - 1) * 2**4 + 2**3
+    for row in plain:
         assert row.points + row.excluded == 32 * 32
         assert not math.isnan(row.value), row
     for row in rows(unit, metric="tangent_excess"):
@@ -64,6 +66,7 @@ def test_every_gradient_proxy_population_and_variant_has_its_rows(unit: an.Unit)
         energy = one(
             unit,
             metric="tangent_energy",
+            bin=None,
             **{n: getattr(row, n) for n in ("gradient", "proxy", "population", "variant")},
         )
         assert row.control_value is not None
@@ -116,14 +119,16 @@ def test_too_few_windows_have_no_permuted_null(decoder: Model) -> None:
         assert math.isnan(row.value)
         assert row.note is not None
         assert "a permuted null needs at least 32" in row.note
-    assert all(row.value > 0 for row in rows(few, metric="tangent_energy"))
+    assert all(row.value > 0 for row in rows(few, metric="tangent_energy", bin=None))
 
 
 def test_what_cannot_be_asked_is_refused(decoder: Model) -> None:
-    with pytest.raises(SpecError, match="gradients are virtual and activation"):
+    with pytest.raises(SpecError, match="gradients are virtual, activation, embedding or linear:PATH"):
         an.measure(spec_for(gradients=("weight",)), model=decoder, progress=False)
     with pytest.raises(SpecError, match="a tangent proxy is one of"):
         an.measure(spec_for(proxy="ica"), model=decoder, progress=False)
+    with pytest.raises(SpecError, match="controls are type_disjoint"):
+        an.measure(spec_for(controls=("shuffled",)), model=decoder, progress=False)
     with pytest.raises(SpecError, match="needs a model, not a matrix"):
         an.estimate(np.eye(4), ["tangent_excess"])
 
@@ -134,6 +139,148 @@ def test_alignment_comes_with_other_metrics_and_an_encoder_has_it_too() -> None:
         model="pocket-encoder", metrics=("alignment", "mean_cosine"), gradients=("virtual",), batch_points=512
     )
     found = an.measure(replace(spec, populations=("all",)), model=encoder, progress=False)
-    assert {row.metric for row in found.records} == {*FAMILY, "mean_cosine"}
+    assert {row.metric for row in found.records} == {*FAMILY, "tangent_anisotropy_share", "mean_cosine"}
     assert {row.population for row in found.records} == {"all"}
     assert one(found, metric="tangent_energy", proxy="pca", variant="mean=in").value > 8 / 112
+
+
+def test_removing_the_proxy_is_held_against_normals_and_the_next_directions(unit: an.Unit) -> None:
+    for gradient, proxy in (("virtual", "pca"), ("activation", "seminmf")):
+        chosen = {"metric": "tangent_anisotropy_share", "gradient": gradient, "proxy": proxy, "population": "typical"}
+        found = rows(unit, **chosen)
+        assert {row.variant for row in found} == {
+            f"mean=in;share={way}" for way in ("isoscore", "leading", "spectral", "energy")
+        }
+        for way in ("isoscore", "spectral"):
+            normal, following = (
+                one(unit, **chosen, variant=f"mean=in;share={way}", control=name) for name in ("normal", "next")
+            )
+            assert normal.value == following.value
+            assert normal.p is not None
+            assert following.p is None
+            assert normal.control_value is not None
+            assert normal.value > normal.control_value
+
+
+def test_bins_of_frequency_are_ordered_and_hold_equally_many_tokens(unit: an.Unit) -> None:
+    for population in ("typical",):
+        bins = [
+            row
+            for row in rows(unit, metric="tangent_energy", proxy="pca", population=population)
+            if row.bin is not None
+        ]
+        assert [row.bin for row in bins] == list(range(len(bins)))
+        assert len(bins) >= 8
+        assert len({row.points for row in bins}) == 1
+        frequencies = [float((row.variant or "").rpartition("=")[2]) for row in bins]
+        assert frequencies == sorted(frequencies)
+        assert all(row.gradient == "activation" for row in bins)
+    trend = one(unit, metric="tangent_frequency_trend", proxy="pca", population="typical")
+    assert trend.p is not None
+    assert trend.low is not None
+    assert trend.low < trend.value < (trend.high or 0)
+
+
+def test_frequencies_come_from_other_documents_than_the_test_half(decoder: Model) -> None:
+    corpus = load_corpus("pydoc")
+    probe = draw_probe(spec_for(), decoder.tokenizer, corpus)
+    tested = set(np.unique(probe.test.documents).tolist())
+    others = replace(corpus, documents=tuple(text for i, text in enumerate(corpus.documents) if i not in tested))
+    whole = np.exp(draw_probe(spec_for(), decoder.tokenizer, others).log_frequency)
+    assert np.exp(probe.log_frequency).sum() == pytest.approx(1, abs=1e-2)
+    assert np.corrcoef(np.exp(probe.log_frequency), whole)[0, 1] > 0.99
+
+
+def test_a_proxy_of_other_types_and_local_proxies_are_there_where_asked(decoder: Model) -> None:
+    spec = spec_for(controls=("type_disjoint",), proxy="local_pca", populations=("typical",), tokens=128 * 32)
+    found = an.measure(spec, model=decoder, progress=False)
+    strict = rows(found, metric="tangent_excess", variant="mean=in;split=types", proxy="pca", gradient="virtual")
+    usual = one(found, metric="tangent_excess", variant="mean=in", proxy="pca", gradient="virtual")
+    assert len(strict) == 1
+    assert strict[0].points < usual.points
+    local = one(found, metric="tangent_excess", proxy="local_pca")
+    assert (local.gradient, local.control, local.rank) == ("activation", "permuted", 8)
+
+
+def test_linear_modules_and_embedding_rows_have_alignments_of_their_own(decoder: Model) -> None:
+    path = next(name for name, _ in decoder.module.named_modules() if name.endswith("2.mlp.dense_h_to_4h"))
+    spec = spec_for(gradients=(f"linear:{path}", "embedding"), sites=("embed", "final_norm"), populations=("all",))
+    found = an.measure(spec, model=decoder, progress=False)
+    linear = one(found, metric="tangent_excess", gradient="linear", proxy="pca")
+    assert (linear.site, linear.control) == (path, "permuted")
+    rows_of_embedding = rows(found, metric="tangent_excess", gradient="embedding", proxy="pca")
+    assert {row.site for row in rows_of_embedding} == {"embed", "final_norm"}
+    assert {row.population for row in rows_of_embedding} == {"types"}
+    assert {row.control for row in rows_of_embedding} <= {"haar", "signs", "next"}
+
+
+def test_sketches_give_back_the_proxies_they_were_made_of(unit: an.Unit, decoder: Model) -> None:
+    from anisoscope.past import Past
+    from anisoscope.probed import Probed
+    from anisoscope.tangent.dynamics import turn_between
+    from anisoscope.tangent.proxies import fit_global
+
+    spec = spec_for()
+    probed = Probed(
+        model=decoder, probe=draw_probe(spec, decoder.tokenizer, load_corpus("pydoc")), sites=(SITE,), spec=spec
+    )
+    states = probed.fit_states[SITE]
+    past = Past(
+        fits={"rolling": [unit.attachments], "frozen": [unit.attachments] * 3}, steps={"rolling": "1", "frozen": "1"}
+    )
+    for method in ("pca", "seminmf"):
+        fitted = fit_global(states, method=method, rank=8, seed=0)
+        for _, proxy in past.proxies(SITE, "all", method, 8, states):
+            assert turn_between(proxy.basis, fitted.basis).grassmann < 0.02
+            assert turn_between(proxy.following, fitted.following).grassmann < (0.05 if method == "pca" else 1.5)
+            assert float((proxy.basis.T @ proxy.following).abs().max()) < 1e-3
+
+
+def test_a_sweep_follows_the_proxies_of_earlier_checkpoints(tmp_path) -> None:
+    from anisoscope.checkpoints import find_checkpoints
+    from anisoscope.sweep import plan_specs, run_sweep
+
+    chosen = [item for item in find_checkpoints("pocket-decoder") if item.step in (0, 64, 4096)]
+    settings = {"tokens": 64 * 32, "seq_len": 32, "rank": 4, "sites": ("block.2",), "metrics": ("alignment",)}
+    specs = plan_specs(chosen, ["pydoc"], settings | {"populations": ("all",), "gradients": ("virtual",)})
+    swept = run_sweep(specs, tmp_path, checkpoints=chosen, progress=False, follow=True)
+    assert (len(swept.measured), swept.failed) == (5, ())
+    again = run_sweep(specs, tmp_path, checkpoints=chosen, progress=False, follow=True)
+    assert (len(again.measured), len(again.stored_before)) == (0, 5)
+    found = [row for row in an.Store(tmp_path).table().to_pylist() if "fit=" in (row["variant"] or "")]
+    fits = {(row["step"], row["variant"].rpartition("fit=")[2]) for row in found}
+    assert fits == {(64, "untrained"), (64, "rolling"), (4096, "untrained"), (4096, "rolling"), (4096, "frozen")}
+    far = {row["step"]: row for row in found if row["metric"] == "subspace_distance" and row["proxy"] == "pca"}
+    assert 0 < far[4096]["value"] <= far[4096]["control_value"] * 1.05
+    energy = {
+        row["variant"]: row["value"]
+        for row in found
+        if row["step"] == 4096 and row["metric"] == "tangent_energy" and row["proxy"] == "pca"
+    }
+    assert energy["mean=in;fit=rolling"] > energy["mean=in;fit=untrained"]
+
+
+def test_following_without_gradients_is_refused(tmp_path) -> None:
+    from anisoscope.checkpoints import find_checkpoints
+    from anisoscope.sweep import plan_specs, run_sweep
+
+    chosen = [item for item in find_checkpoints("pocket-decoder") if item.step in (0, 64)]
+    specs = plan_specs(chosen, ["pydoc"], {"tokens": 2048, "seq_len": 32, "metrics": ("mean_cosine",)})
+    with pytest.raises(SpecError, match="there is nothing to follow"):
+        run_sweep(specs, tmp_path, checkpoints=chosen, progress=False, follow=True)
+
+
+def test_references_to_earlier_units_are_written_and_read_back() -> None:
+    from anisoscope.past import choose_past, read_reference, write_reference
+
+    keys = {"rolling": ("a",), "frozen": ("a", "b")}
+    assert read_reference(write_reference(keys)) == keys
+    with pytest.raises(SpecError, match="proxy_from is FIT=KEY"):
+        read_reference("newest=a")
+    assert choose_past([0], 0, 10) == {}
+    assert choose_past([4, 8], 1, 10) == {"rolling": (0,)}
+    assert choose_past([None, None], 1, None) == {"rolling": (0,)}
+    many = choose_past([*range(100), 1000], 100, 1000)
+    assert len(many["frozen"]) == 8
+    assert many["frozen"][0] == 0
+    assert many["frozen"][-1] == 99

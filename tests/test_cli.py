@@ -240,13 +240,16 @@ def test_ls_lists_metrics_models_corpora_and_protocols() -> None:
     assert {row["family"] for row in metrics} == {
         "alignment",
         "anisotropy",
+        "concepts",
         "contextuality",
+        "curvature",
         "drift",
         "final_norm",
         "isotropy",
         "intrinsic_dimension",
         "linearity",
         "output",
+        "pinning",
     }
     assert {"gride_64", "levina_bickel", "near_duplicate_rate", "loss"} <= {row["metric"] for row in metrics}
     assert "razzhigaev2024-code" in call("ls", "protocols").stdout

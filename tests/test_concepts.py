@@ -12,20 +12,22 @@ from torch import Tensor
 from anisoscope.errors import SpecError
 from anisoscope.kernels.seminmf import encode, semi_nmf
 from anisoscope.tangent.concepts import (
-    Concepts,
-    cosines_between,
     describe_concepts,
     fit_concepts,
     fit_halves,
-    follow_concepts,
     hoyer_sparsity,
-    match_directions,
-    match_threshold,
     permuted_cosines,
-    random_cosines,
-    render_context,
     sharpen,
     top_tokens,
+)
+from anisoscope.tracks import (
+    Concepts,
+    cosines_between,
+    follow_concepts,
+    match_directions,
+    match_threshold,
+    random_cosines,
+    render_context,
 )
 
 

@@ -75,7 +75,7 @@ def test_a_protocol_is_a_spec_with_the_papers_models(name: str) -> None:
     spec = Spec(model=protocol.models[0], **protocol.spec)
     assert find_metrics([item for item in spec.metrics if isinstance(item, str)])
     assert protocol.notes
-    cited = re.findall(r"@\w+\{([^,]+),", (ROOT / "references.bib").read_text())
+    cited = re.findall(r"@\w+\{([^,]+),", (ROOT / "src" / "anisoscope" / "references.bib").read_text())
     assert protocol.cite in cited
     assert len(cited) == len(set(cited))
 

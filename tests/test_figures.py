@@ -12,8 +12,26 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from anisoscope.claims import judge
 from anisoscope.errors import SpecError
-from anisoscope.figures import count_label, dynamics_data, heatmap_data, profile_data, steps_data
+from anisoscope.figures import (
+    alignment_bins_data,
+    alignment_data,
+    concepts_data,
+    count_label,
+    curvature_data,
+    dynamics_data,
+    embeddings_data,
+    heatmap_data,
+    lengths_data,
+    owners_data,
+    populations_data,
+    profile_data,
+    scales_data,
+    stages_data,
+    steps_data,
+    verdicts_data,
+)
 from anisoscope.records import Estimate, Record, Spec, Unit
 from anisoscope.store import SCHEMA, Store
 
@@ -359,3 +377,207 @@ def test_a_run_on_disk_is_drawn_from_without_torch(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
     assert done.stdout == "2\n"
+
+
+RUNS = Path(__file__).parent.parent / "docs" / "runs"
+
+
+def test_populations_of_one_model_stand_side_by_side() -> None:
+    table = table_of(
+        *(record((v, v), step=step, population=which, site=f"block.{k}")
+          for step in (1, 2) for k in range(2) for v, which in ((9.0, "all"), (1.0, "typical"))),
+        record((5.0, 5.0), model="n"),
+    )  # fmt: skip
+    data = populations_data(table, model="m", metric="twonn")
+    assert column(data, "step", "population", "block", "value") == [
+        (2, "all", 0, 9.0), (2, "all", 1, 9.0), (2, "typical", 0, 1.0), (2, "typical", 1, 1.0),
+    ]  # fmt: skip
+
+
+def test_a_thinned_heatmap_keeps_the_first_and_the_last() -> None:
+    table = table_of(*(record(step=step, site=site) for step in PYTHIA for site in ("embed", "block.0")))
+    data = heatmap_data(table, model="m", metric="twonn", population="all", most=8)
+    assert sorted(set(column(data, "step"))) == [0, 1, 8, 32, 256, 3000, 19_000, 143_000]
+    assert len(data) == 16
+
+
+def test_stages_go_from_the_last_block_through_the_norm() -> None:
+    sites = ["final_norm", "block.1", "final_norm.gained", "final_norm.normed", "block.0", "embed"]
+    table = table_of(
+        *(record((float(k), float(k)), site=site, metric="isoscore") for k, site in enumerate(sites)),
+        *(record(site=site, metric="mean_cosine") for site in ("block.1", "final_norm")),
+    )
+    data = stages_data(table)
+    assert column(data, "metric", "through", "site", "value") == [
+        ("isoscore", "last block", "block.1", 1.0),
+        ("isoscore", "normed", "final_norm.normed", 3.0),
+        ("isoscore", "gained", "final_norm.gained", 2.0),
+        ("isoscore", "final norm", "final_norm", 0.0),
+    ]
+    with pytest.raises(SpecError, match=r"wanted mean_cosine at final_norm\.normed; measure with the family"):
+        stages_data(table, metrics=["mean_cosine"])
+
+
+def test_scales_are_numbers_and_go_in_their_order() -> None:
+    table = table_of(*(record((k, k), metric=f"gride_{k:.0f}") for k in (16.0, 2.0, 4.0)), record(metric="gride_no"))
+    data = scales_data(table, model="m", populations=["all"])
+    assert column(data, "scale", "value") == [(2, 2.0), (4, 4.0), (16, 16.0)]
+    with pytest.raises(SpecError, match=r"wanted metrics gride_2, gride_4 \.\.\.; there is none"):
+        scales_data(table_of(record()), model="m")
+
+
+def test_window_lengths_are_compared_at_one_checkpoint() -> None:
+    table = table_of(
+        record((1.0, 1.0), key="short", step=5),
+        record((3.0, 3.0), key="short", step=5, site="block.1"),
+        record((6.0, 6.0), key="long", step=5),
+        record((9.0, 9.0), key="early", step=1),
+    )
+    data = lengths_data(table, {"long": 512, "short": 64, "early": 128}, metric="twonn", populations=["all"])
+    assert column(data, "seq_len", "value", "blocks") == [(64, 2.0, 2), (512, 6.0, 1)]
+    with pytest.raises(SpecError, match="wanted lengths of the units early, long, short; they are given for other"):
+        lengths_data(table, {"other": 1}, metric="twonn")
+
+
+def aligned(energy: float, control: float, *, site: str = "block.0", p: float = 0.01, **rest: Any) -> list[Record]:
+    how = {"gradient": "virtual", "proxy": "pca", "rank": 16, "variant": "mean=in", "site": site, **rest}
+    named = "permuted" if site == "block.0" else "signs"
+    return [
+        record((energy,), metric="tangent_energy", low=energy - 0.1, high=energy + 0.2, **how),
+        record((energy - control,), metric="tangent_excess", control=named, control_value=control, p=p, **how),
+        record((9.0,), metric="normal_ratio", control="normal", control_value=0.05, p=0.005, **how),
+    ]
+
+
+def test_alignment_is_averaged_over_blocks_with_every_control() -> None:
+    table = table_of(
+        *aligned(0.6, 0.4, step=10),
+        *aligned(0.8, 0.7, step=10, site="block.1", p=0.2),
+        *aligned(0.5, 0.5, step=0),
+        *aligned(0.1, 0.1, step=10, variant="mean=out"),
+        *aligned(0.1, 0.1, step=10, population="typical"),
+        record((0.9,), metric="tangent_energy", bin=3, gradient="virtual", proxy="pca", variant="mean=in", step=10),
+    )
+    data = alignment_data(table, model="m")
+    found = {(row["step"], row["quantity"]): row for row in data.to_pylist()}
+    assert len(found) == len(data) == 6
+    energy, hardest, normals = (found[10, name] for name in ("tangent energy", "hardest control", "random normals"))
+    assert energy["value"] == pytest.approx(0.7)
+    assert (hardest["value"], hardest["control"]) == (pytest.approx(0.55), "permuted, signs")
+    assert (hardest["blocks"], hardest["significant"]) == (2, 1)
+    assert normals["value"] == pytest.approx(0.05)
+    # Intervals of single blocks are none of their mean.
+    assert energy["low"] is None
+    assert found[0, "tangent energy"]["low"] == pytest.approx(0.4)
+    assert column(data, "label") == ["0", "10"] * 3
+
+
+def test_alignment_over_depth_is_that_of_the_last_checkpoint() -> None:
+    table = table_of(
+        *aligned(0.6, 0.4, step=10), *aligned(0.8, 0.7, step=10, site="block.1"), *aligned(0.5, 0.5, step=0)
+    )
+    data = alignment_data(table, model="m", axis="depth")
+    assert column(data, "quantity", "position", "step")[:2] == [
+        ("tangent energy", 0.5, 10),
+        ("tangent energy", 1.0, 10),
+    ]
+    assert column(data, "low")[:2] == [pytest.approx(0.5), pytest.approx(0.7)]
+    with pytest.raises(SpecError, match=r"wanted tangent_energy of m \[typical, mean=in\] at blocks; there is none"):
+        alignment_data(table, model="m", population="typical")
+    with pytest.raises(SpecError, match="several settings"):
+        alignment_data(table_of(*aligned(0.6, 0.4), *aligned(0.6, 0.4, key="other")), model="m")
+
+
+def test_bins_keep_the_intervals_of_their_rows() -> None:
+    how = {"metric": "tangent_energy", "gradient": "activation", "proxy": "pca", "variant": "mean=in"}
+    table = table_of(
+        *(record((0.1 * k,), bin=k, low=0.0, high=1.0, step=step, **how) for k in (2, 0, 1) for step in (1, 5)),
+        record((0.7,), step=5, **how),
+    )
+    data = alignment_bins_data(table, model="m")
+    assert column(data, "bin", "step", "low", "high") == [(k, 5, 0.0, 1.0) for k in range(3)]
+
+
+def test_curvature_goes_by_the_exponent_that_is_stated() -> None:
+    curved = {"metric": "curvature_visibility", "low": 0.1, "high": 0.9}
+    table = table_of(
+        *(record((e,), key=str(e), variant=f"rank=4;exponent={e}", **curved) for e in (1.0, 0.25)),
+        record((5.0,), key="unstated", **curved),
+        record((5.0,), key="odd", variant="exponent=much", **curved),
+    )
+    assert column(curvature_data(table), "exponent", "value", "low") == [(0.25, 0.25, 0.1), (1.0, 1.0, 0.1)]
+    with pytest.raises(SpecError, match="wanted curvature_visibility with exponent="):
+        curvature_data(table_of(record()))
+
+
+def test_concepts_are_ordered_by_their_largest_share() -> None:
+    table = pa.table(
+        {
+            "step": [0, 100, 10, 100],
+            "track": [7, 7, 3, 3],
+            "cosine": [None, 0.9, None, 0.5],
+            "share_of_energy": [0.1, 0.2, 0.6, 0.1],
+            "top_tokens": ["a", "a", "b", "b"],
+        }
+    )
+    data = concepts_data(table)
+    assert column(data, "track", "step", "place", "position") == [
+        (3, 10, 0, 1.0),
+        (3, 100, 0, 2.0),
+        (7, 0, 1, 0.0),
+        (7, 100, 1, 2.0),
+    ]
+    assert set(column(concepts_data(table, most=1), "track")) == {3}
+    with pytest.raises(SpecError, match="there is no cosine, top_tokens"):
+        concepts_data(table.drop_columns(["cosine", "top_tokens"]))
+
+
+def test_owners_and_matrices_are_read_from_a_stored_unit() -> None:
+    store = Store(RUNS / "pocket-sites")
+    units = [store.get(key) for key in sorted(store.keys())]
+    unit = next(unit for unit in units if len(unit.owners()) == 10)
+    data = owners_data(unit)
+    entry = next(entry for entry in unit.owners() if entry["site"] == "block.3")
+    shares = [row["share"] for row in data.to_pylist() if row["site"] == "block.3" and row["owner"] == "token"]
+    assert shares == [token["share"] for token in entry["tokens"]]
+    assert column(data, "site")[0] == "embed"
+    assert column(data, "site")[-1] == "final_norm"
+    with pytest.raises(SpecError, match="measure with --sites"):
+        embeddings_data(unit)
+    unit = next(unit for unit in units if "weights/embed.weight.rows" in unit.attachments)
+    data = embeddings_data(unit, most=100)
+    assert len(data) == 200
+    row = data.to_pylist()[150]
+    place = unit.attachments["weights/embed.weight.rows"].tolist().index(row["row"])
+    assert row["variant"] == "centred=yes"
+    assert row["x"] == pytest.approx(float(unit.attachments["weights/embed.weight.centred=yes.coordinates"][place, 0]))
+    assert math.isnan(row["log_frequency"])
+    with pytest.raises(SpecError, match="measure with --owners"):
+        owners_data(replace(unit, attachments={}))
+
+
+def test_verdicts_come_as_words_and_what_can_be_told_comes_first() -> None:
+    found = judge(Store(RUNS / "pocket").table(), resamples=50)
+    data = verdicts_data(found)
+    assert len(data) == len(found)
+    words = column(data, "verdict")
+    order = ["holds", "does not hold", "cannot tell"]
+    assert words == sorted(words, key=order.index)
+    assert words.count("cannot tell") == sum(one.holds is None for one in found)
+    one = next(one for one in found if one.holds is False)
+    assert (one.claim, one.subject, one.interval[0]) in column(data, "claim", "subject", "low")
+
+
+def test_the_pocket_run_gives_the_numbers_of_its_rows() -> None:
+    table = Store(RUNS / "pocket").table()
+    data = profile_data(table, metric="leading_variance")
+    row = next(row for row in data.to_pylist() if (row["model"], row["site"]) == ("pocket-decoder-seed1", "block.3"))
+    (same,) = (
+        other
+        for other in table.to_pylist()
+        if all(other[name] == row[name] for name in ("model", "step", "site", "metric", "population"))
+    )
+    assert (row["value"], row["null"], row["step"]) == (same["value"], same["null"], 4096)
+    blocks = dynamics_data(table, metric="twonn").to_pylist()
+    assert {row["blocks"] for row in blocks} == {6}
+    assert all(row["loss"] > 0 for row in blocks)

@@ -31,7 +31,18 @@ def test_every_metric_agrees_between_cpu_and_gpu() -> None:
     )
     for metric in all_metrics().values():
         # Those of a norm, of attention and of the loss are compared in walks below; updates are made on the CPU.
-        if metric.needs not in ("losses", "norm", "heads", "attention", "updates", "enrichment"):
+        if metric.needs not in (
+            "losses",
+            "norm",
+            "heads",
+            "attention",
+            "updates",
+            "enrichment",
+            "removal",
+            "trend",
+            "turn",
+            "movement",
+        ):
             one, two = evaluate(here, metric, SETTINGS), evaluate(there, metric, SETTINGS)
             assert two.value.device.type == "cuda", metric.name
             assert float(two.value) == pytest.approx(float(one.value), rel=1e-5), metric.name

@@ -33,7 +33,20 @@ def each_metric_of(metrics: Iterable[Metric]) -> pytest.MarkDecorator:
 
 # Metrics of the final norm take its gain and bias besides points, those of attention no points at all:
 # tests/test_norms.py, tests/test_drift.py.
-OF_PARTS = {"norm", "heads", "attention", "updates", "enrichment"}
+OF_PARTS = {
+    "norm",
+    "heads",
+    "attention",
+    "updates",
+    "enrichment",
+    "removal",
+    "trend",
+    "turn",
+    "movement",
+    "pinned",
+    "curved",
+    "concepts",
+}
 OF_POINTS = [item for item in all_metrics().values() if item.needs not in OF_PARTS]
 
 
@@ -101,7 +114,13 @@ def test_a_metric_explains_itself_with_an_equation(metric: Metric) -> None:
 
 
 def cited_keys() -> set[str]:
-    return set(re.findall(r"^@\w+\{([^,\s]+),", (Path(__file__).parents[1] / "references.bib").read_text(), re.M))
+    return set(
+        re.findall(
+            r"^@\w+\{([^,\s]+),",
+            (Path(__file__).parents[1] / "src" / "anisoscope" / "references.bib").read_text(),
+            re.M,
+        )
+    )
 
 
 @each_declaration
@@ -172,7 +191,11 @@ def test_these_metrics_exist() -> None:
         },
         "alignment": {
             *("tangent_energy", "tangent_gain", "tangent_excess", "normal_ratio", "gradient_leading_variance"),
+            *("tangent_anisotropy_share", "tangent_frequency_trend", "subspace_distance", "update_alignment"),
         },
+        "pinning": {"type_dispersion", "centroid_distance", "trajectory_variance"},
+        "curvature": {"curvature_visibility", "second_fundamental_form", "frequency_attenuation"},
+        "concepts": {"concept_replication", "concept_stability", "concept_energy"},
         "linearity": {"procrustes_linearity", "procrustes_linearity_heldout"},
         "output": {"loss"},
     }

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from anisoscope.claims.resampling import benjamini_hochberg
 from anisoscope.errors import SpecError, StatesError
 from anisoscope.tangent import proxies
 from anisoscope.tangent import windows as windowed
@@ -23,7 +24,6 @@ from anisoscope.tangent.dynamics import clears, emergence, turn_between, update_
 from anisoscope.tangent.energies import coupled_alignment, energy_sums, local_alignment, uncoupled_alignment
 from anisoscope.tangent.frequency import bin_tokens, energy_by_frequency
 from anisoscope.tangent.inference import (
-    benjamini_hochberg,
     draw_permutations,
     jackknife_ratio,
     max_t,

@@ -1,163 +1,372 @@
-"""Gradients against tangent proxies at every site: probe halves in, rows out.
+"""Gradients against tangent proxies at every site: a probe in, rows out.
 
 The proxy is fitted on one half of the probe's documents and tested on the gradients of the other. Rows are told apart
-by their gradient (`virtual`, `activation`), proxy (`pca`, `seminmf`), population and variant (`mean=in`, `mean=out`:
-with the direction of the states' mean projected out of the proxy).
+by their columns:
+
+    gradient  `virtual` (coupled), `activation` (uncoupled), `embedding` (rows of the embedding), `linear` (of a module)
+    proxy     `pca`, `seminmf`, `svd`, `local_pca`
+    variant   `mean=in` or `mean=out` (the direction of the states' mean projected out of the proxy);
+              `fit=untrained`, `fit=rolling`, `fit=frozen` where the proxy is one of earlier checkpoints (past.py);
+              `split=types` where the proxy saw other token types than those it is tested on
+    bin       of token frequency, rarest first, at equal token mass
 """
 
 import math
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from anisoscope.capture import capture
-from anisoscope.cloud import Tokens, select_population
 from anisoscope.errors import SpecError
-from anisoscope.estimates import judge, summarize
-from anisoscope.gauge import seed_for
-from anisoscope.gradients import Coupled, ProbeGradients, capture_gradients, tokens_of
+from anisoscope.gradients import Coupled, capture_gradients
 from anisoscope.metrics import Metric, all_metrics
-from anisoscope.metrics.alignment import Enrichment
-from anisoscope.models import Model
-from anisoscope.probes import Probe
-from anisoscope.records import Estimate, Site, Spec
+from anisoscope.metrics.alignment import Enrichment, Removed, Trend, Turned
+from anisoscope.past import Past, sketch
+from anisoscope.probed import Probed, ProbeRow
+from anisoscope.records import Site
+from anisoscope.tangent.anisotropy import anisotropy_share, leading_without
 from anisoscope.tangent.controls import second_moment
-from anisoscope.tangent.energies import Alignment, coupled_alignment, uncoupled_alignment
-from anisoscope.tangent.proxies import Proxy, fit_global, without_mean
+from anisoscope.tangent.dynamics import random_distance, turn_between
+from anisoscope.tangent.energies import Alignment, coupled_alignment, local_alignment, uncoupled_alignment
+from anisoscope.tangent.frequency import energy_by_frequency
+from anisoscope.tangent.proxies import Proxy, fit_global, fit_local, without_mean
 from anisoscope.tangent.windows import pair_windows
-from anisoscope.text import Windows
 
-VIEWS = ("enrichment",)
+VIEWS = ("enrichment", "removal", "trend", "turn")
 GRADIENTS = ("virtual", "activation")
 PROXIES = ("pca", "seminmf")
 POPULATIONS = ("all", "typical")
-FORWARD_TOKENS = 4096
+CONTROLS = ("type_disjoint",)
+# Directions of a token's own tangent space: neighbours are too few for many.
+LOCAL_RANK = 8
+WITH_MEAN, WITHOUT_MEAN = "mean=in", "mean=out"
 
 
-@dataclass(frozen=True, kw_only=True)
-class AlignmentRow:
-    """One number, and the columns that tell it from others."""
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Aligned:
+    """Rows, and what later checkpoints need of the proxies."""
+
+    rows: list[ProbeRow]
+    attachments: dict[str, np.ndarray]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Place:
+    """States to fit on, and states with their gradients to test on, at one site and in one population."""
 
     site: Site
     population: str
-    metric: Metric
-    answer: Estimate
-    columns: dict[str, Any]
+    fitted: Float[Tensor, "m d"]
+    fitted_types: Int[Tensor, " m"]
+    here: Coupled
+    keep: Bool[Tensor, " n"]
+    """Tokens of the test half that are in the population."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Half:
-    """The fit half at one site."""
+def align(probed: Probed, names: Collection[str], past: Past | None = None) -> Aligned:
+    """Every metric of alignment among `names`, at every site, for each gradient, proxy, population and variant.
 
-    states: Float[Tensor, "n d"]
-    tokens: Tokens
-
-
-def alignment_rows(
-    model: Model,
-    probe: Probe,
-    sites: Iterable[Site],
-    names: Collection[str],
-    spec: Spec,
-    *,
-    batch_size: int | None = None,
-) -> Iterator[AlignmentRow]:
-    """Every metric of alignment among `names`, at every site, for each gradient, proxy, population and variant."""
-    asked = [metric for metric in all_metrics().values() if metric.needs in VIEWS and metric.name in names]
-    sites = tuple(sites)
-    if not asked or not sites:
-        return
-    gradients = spec.gradients or GRADIENTS
-    if unknown := set(gradients) - set(GRADIENTS):
-        raise SpecError(f"gradients are {' and '.join(GRADIENTS)}; came {', '.join(sorted(unknown))}")
-    proxies = dict.fromkeys((spec.proxy, *PROXIES))
-    seeds = [seed_for(spec.seed, window, 2) for window in range(len(probe.test.token_ids))]
-    shown = capture_gradients(model, probe.test, sites, seeds=seeds, batch_size=batch_size)
-    for site, states in _fit_states(model, probe.fit, sites, batch_size):
-        half = _Half(states=states, tokens=tokens_of(probe.fit, states.device))
-        for population in spec.populations or POPULATIONS:
-            yield from _at_site(site, population, half, shown, asked, gradients, tuple(proxies), spec)
+    With a `past`, also against proxies of earlier checkpoints; only against them where the Spec names them.
+    """
+    found = {item.name: item for item in all_metrics().values() if item.needs in VIEWS and item.name in names}
+    analysis = _Analysis(probed, found)
+    aligned = Aligned(rows=[], attachments={})
+    own = probed.spec.proxy_from is None
+    for site in probed.sites if found else ():
+        for population in probed.spec.populations or POPULATIONS:
+            place = analysis.place(site, population)
+            proxies, held = analysis.fit(place), _Held(analysis, place)
+            if own:
+                aligned.rows.extend(analysis.at(held, proxies))
+                aligned.attachments.update(sketch(site, population, place.fitted, proxies))
+            if past is not None and held.in_depth:
+                aligned.rows.extend(analysis.against_past(held, proxies, past))
+    if own and found:
+        aligned.rows.extend(analysis.of_modules())
+    return aligned
 
 
-def _fit_states(
-    model: Model, windows: Windows, sites: tuple[Site, ...], batch_size: int | None
-) -> Iterator[tuple[Site, Float[Tensor, "n d"]]]:
-    """The states of the fit half, site after site, all from one pass."""
-    ids = torch.from_numpy(windows.token_ids)
-    size = batch_size or max(1, FORWARD_TOKENS // ids.shape[1])
-    parts: dict[Site, list[Tensor]] = {site: [] for site in sites}
-    for part in ids.split(size):
-        for site, state in capture(model, part, sites).states.items():
-            parts[site].append(state.flatten(0, 1).float())
-    for site in sites:
-        yield site, torch.cat(parts.pop(site))
+class _Analysis:
+    """One probe, and which numbers of it are wanted."""
+
+    def __init__(self, probed: Probed, metrics: Mapping[str, Metric]) -> None:
+        spec = probed.spec
+        self.probed, self.metrics, self.seed = probed, metrics, spec.seed
+        asked = spec.gradients or GRADIENTS
+        self.gradients = [name for name in asked if name in GRADIENTS]
+        self.linears = [name.partition(":")[2] for name in asked if name.startswith("linear:")]
+        self.embedding = "embedding" in asked
+        if unknown := [name for name in asked if name not in (*GRADIENTS, "embedding") and ":" not in name]:
+            raise SpecError(
+                f"gradients are {', '.join(GRADIENTS)}, embedding or linear:PATH of a module; came {', '.join(unknown)}"
+            )
+        if unknown := set(spec.controls) - set(CONTROLS):
+            raise SpecError(f"controls are {', '.join(CONTROLS)}; came {', '.join(sorted(unknown))}")
+        self.type_disjoint = "type_disjoint" in spec.controls
+        self.proxies = tuple(dict.fromkeys((spec.proxy, *PROXIES)))
+
+    def place(self, site: Site, population: str) -> _Place:
+        probed = self.probed
+        states, here = probed.fit_states[site], probed.gradients.sites[site]
+        tokens = probed.fit_tokens(states.device)
+        index = probed.members(population, states, tokens)
+        keep = torch.zeros(len(here.values), dtype=torch.bool, device=here.values.device)
+        keep[probed.members(population, here.values, probed.gradients.tokens)] = True
+        return _Place(
+            site=site,
+            population=population,
+            fitted=states[index],
+            fitted_types=tokens.ids[index],
+            here=here,
+            keep=keep,
+        )
+
+    def rank_in(self, width: int) -> int:
+        return min(self.probed.spec.rank, width // 2)
+
+    def fit(self, place: _Place) -> dict[str, Proxy]:
+        """The proxies that are one space for all tokens."""
+        rank = self.rank_in(place.fitted.shape[1])
+        methods = [name for name in self.proxies if name != "local_pca"]
+        return {name: fit_global(place.fitted, method=name, rank=rank, seed=self.seed) for name in methods}
+
+    def at(self, held: "_Held", proxies: Mapping[str, Proxy]) -> Iterator[ProbeRow]:
+        """Everything of one place, with the proxies of this checkpoint."""
+        for name, proxy in proxies.items():
+            for variant, used in ((WITH_MEAN, proxy), (WITHOUT_MEAN, without_mean(proxy))):
+                yield from held.enrichment(name, used, variant)
+            if held.in_depth:
+                yield from held.removal(name, proxy)
+                yield from held.by_frequency(name, proxy)
+        if "local_pca" in self.proxies:
+            yield from held.local()
+        if self.type_disjoint:
+            yield from self._type_disjoint(held.place)
+
+    def against_past(self, held: "_Held", proxies: Mapping[str, Proxy], past: Past) -> Iterator[ProbeRow]:
+        """Energies in the proxies of earlier checkpoints, and how far this one's proxy is from them."""
+        place = held.place
+        for name in PROXIES:
+            rank = self.rank_in(place.fitted.shape[1])
+            for fit, before in past.proxies(place.site, place.population, name, rank, place.fitted):
+                yield from held.enrichment(name, before, f"{WITH_MEAN};fit={fit}")
+                yield from held.turn(name, before, proxies[name], fit)
+
+    def _type_disjoint(self, place: _Place) -> Iterator[ProbeRow]:
+        """Half of the token types to fit on, the other half to test on."""
+        first = (
+            torch.rand(len(self.probed.probe.log_frequency), generator=torch.Generator().manual_seed(self.seed)) < 0.5
+        )
+        first = first.to(place.fitted.device)
+        mine = first[place.fitted_types]
+        keep = place.keep & ~first[self.probed.gradients.tokens.ids]
+        other = replace(place, fitted=place.fitted[mine], fitted_types=place.fitted_types[mine], keep=keep)
+        held = _Held(self, other)
+        for name, proxy in self.fit(other).items():
+            yield from held.enrichment(name, proxy, f"{WITH_MEAN};split=types")
+
+    def of_modules(self) -> Iterator[ProbeRow]:
+        """Gradients of linear modules and of embedding rows, where they are asked for; the proxy is of their inputs."""
+        if not self.linears and not self.embedding:
+            return
+        probed, seeds = self.probed, None
+        model, probe = probed.model, probed.probe
+        fit, test = (
+            capture_gradients(
+                model,
+                windows,
+                (),
+                linears=self.linears,
+                embedding=self.embedding,
+                seeds=seeds,
+                batch_size=probed.batch_size,
+            )
+            for windows in (probe.fit, probe.test)
+        )
+        for path, here in test.linears.items():
+            fitted = fit.linears[path].values
+            keep = torch.ones(len(here.values), dtype=torch.bool, device=here.values.device)
+            place = _Place(
+                site=Site(name=path),
+                population="all",
+                fitted=fitted,
+                fitted_types=fit.tokens.ids,
+                here=here,
+                keep=keep,
+            )
+            held = _Held(self, place, gradients=("linear",))
+            for name, proxy in self.fit(place).items():
+                yield from held.enrichment(name, proxy, WITH_MEAN)
+        if test.embedding is not None:
+            yield from self._embedding(test.embedding.read, test.embedding.types, "embed")
+            if test.embedding.predicted is not None:
+                yield from self._embedding(test.embedding.predicted, test.embedding.types, "final_norm")
+
+    def _embedding(self, rows: Float[Tensor, "v d"], types: Int[Tensor, " v"], name: str) -> Iterator[ProbeRow]:
+        """Gradient rows of the input embedding against the states at `embed`, of the output one at `final_norm`."""
+        for site in self.probed.sites:
+            if site.name != name or self.probed.fit_states[site].shape[1] != rows.shape[1]:
+                continue
+            rank = self.rank_in(rows.shape[1])
+            for method in PROXIES:
+                proxy = fit_global(self.probed.fit_states[site], method=method, rank=rank, seed=self.seed)
+                found = uncoupled_alignment(rows, proxy, seed=self.seed)
+                columns = {"gradient": "embedding", "proxy": method, "rank": proxy.rank, "variant": WITH_MEAN}
+                yield from enrichment_rows(
+                    self.metrics, found, math.nan, site=site, population="types", points=len(types), columns=columns
+                )
 
 
-def _at_site(
-    site: Site,
-    population: str,
-    half: _Half,
-    shown: ProbeGradients,
-    asked: list[Metric],
-    gradients: Iterable[str],
-    proxies: Iterable[str],
-    spec: Spec,
-) -> Iterator[AlignmentRow]:
-    here = shown.sites[site]
-    fitted = half.states[_members(population, half.states, half.tokens, spec)]
-    keep = torch.zeros(len(here.values), dtype=torch.bool, device=here.values.device)
-    keep[_members(population, here.values, shown.tokens, spec)] = True
-    # One pairing serves every proxy: what is permuted does not depend on it.
-    pairing = pair_windows(here.values, here.gradients, shown.windows, keep=keep, seed=spec.seed)
-    moments = {"virtual": pairing.gradient, "activation": here.gradients[keep]}
-    shares = {gradient: _leading_share(second_moment(moments[gradient])) for gradient in gradients}
-    for name in proxies:
-        rank = min(spec.rank, here.values.shape[1] // 2)
-        proxy = fit_global(fitted, method=name, rank=rank, seed=spec.seed)
-        for variant, used in (("mean=in", proxy), ("mean=out", without_mean(proxy))):
-            for gradient in gradients:
-                if used.rank == 0:
-                    continue
-                if gradient == "virtual":
-                    found = coupled_alignment(pairing, used, seed=spec.seed)
-                else:
-                    found = _uncoupled(here, keep, shown, used, spec)
-                columns = {"gradient": gradient, "proxy": name, "rank": used.rank, "variant": variant}
-                yield from _rows(site, population, found, shares[gradient], asked, columns, keep)
+class _Held:
+    """The gradients of one place, with what every proxy shares computed once."""
+
+    def __init__(self, analysis: _Analysis, place: _Place, gradients: tuple[str, ...] | None = None) -> None:
+        self.analysis, self.place, self.seed = analysis, place, analysis.seed
+        self.metrics, self.shown = analysis.metrics, analysis.probed.gradients
+        self.gradients = gradients or tuple(analysis.gradients)
+        # Sink tokens own what `all` tokens show: what is beyond the headline is about typical ones, or those asked for.
+        self.in_depth = place.population != "all" or bool(analysis.probed.spec.populations)
+        self.rows = place.here.gradients[place.keep]
+        self.pairing = None
+        self.moments: dict[str, Tensor] = {}
+        if {"virtual", "linear"} & set(self.gradients):
+            windows = self.shown.windows
+            self.pairing = pair_windows(
+                place.here.values, place.here.gradients, windows, keep=place.keep, seed=self.seed
+            )
+        for name in self.gradients:
+            coupled = name != "activation" and self.pairing is not None
+            self.moments[name] = second_moment(self.pairing.gradient if coupled and self.pairing else self.rows)
+        self.shares = {name: _leading_share(moment) for name, moment in self.moments.items()}
+
+    def _columns(self, gradient: str, name: str, proxy: Proxy, variant: str) -> dict[str, Any]:
+        return {"gradient": gradient, "proxy": name, "rank": proxy.rank, "variant": variant}
+
+    def _row(self, metric: str, view: Any, **columns: Any) -> Iterator[ProbeRow]:
+        place, note = self.place, columns.pop("note", None)
+        if metric in self.metrics:
+            yield ProbeRow.of(
+                self.metrics[metric],
+                view,
+                site=place.site,
+                population=place.population,
+                points=columns.pop("points", int(place.keep.sum())),
+                dim=place.here.values.shape[1],
+                note=note,
+                **columns,
+            )
+
+    def enrichment(self, name: str, proxy: Proxy, variant: str) -> Iterator[ProbeRow]:
+        """Energy, its controls and the source's ratio, for each gradient."""
+        if proxy.rank == 0:
+            return
+        place = self.place
+        for gradient in self.gradients:
+            if gradient == "activation":
+                documents = self.shown.tokens.documents[place.keep]
+                found = uncoupled_alignment(self.rows, proxy, documents=documents, seed=self.seed)
+            else:
+                assert self.pairing is not None
+                found = coupled_alignment(self.pairing, proxy, seed=self.seed)
+            yield from enrichment_rows(
+                self.metrics,
+                found,
+                # What the gradients are by themselves is told once.
+                self.shares[gradient] if variant == WITH_MEAN else math.nan,
+                site=place.site,
+                population=place.population,
+                points=int(place.keep.sum()),
+                columns=self._columns(gradient, name, proxy, variant),
+            )
+
+    def removal(self, name: str, proxy: Proxy) -> Iterator[ProbeRow]:
+        """What is left of the gradients' anisotropy without the proxy, in four ways."""
+        if "tangent_anisotropy_share" not in self.metrics:
+            return
+        zeta = self.analysis.probed.spec.isoscore_zeta
+        for gradient in self.gradients:
+            found = anisotropy_share(self.moments[gradient], proxy, seed=self.seed, zeta=zeta)
+            ways = {
+                "isoscore": found.isoscore_change,
+                "leading": found.leading_drop,
+                "spectral": found.spectral_share,
+                "energy": found.anisotropic_energy,
+            }
+            for way, removal in ways.items():
+                columns = self._columns(gradient, name, proxy, f"{WITH_MEAN};share={way}") | {"note": found.note}
+                view = Removed(change=removal.tangent)
+                for control, value, p in (
+                    ("normal", removal.normal, removal.p),
+                    ("next", removal.following, None),
+                ):
+                    beside = {"control": control, "control_value": value, "p": p}
+                    yield from self._row("tangent_anisotropy_share", view, **columns, **beside)
+
+    def by_frequency(self, name: str, proxy: Proxy) -> Iterator[ProbeRow]:
+        """Energies of activation gradients by token frequency, and their trend over types."""
+        if "activation" not in self.gradients or "tangent_frequency_trend" not in self.metrics:
+            return
+        types = self.shown.tokens.ids[self.place.keep]
+        known = self.analysis.probed.log_frequency(types)
+        found = energy_by_frequency(self.rows, proxy.basis, known, types, seed=self.seed)
+        columns = self._columns("activation", name, proxy, WITH_MEAN)
+        for number, one in enumerate(found.bins):
+            frequency = f"{WITH_MEAN};log10_frequency={one.log_frequency / math.log(10):.2f}"
+            view = Enrichment(energy=one.energy.value)
+            beside = {"low": one.energy.low, "high": one.energy.high, "control": "normal", "control_value": one.normal}
+            yield from self._row(
+                "tangent_energy",
+                view,
+                **columns | {"variant": frequency, "bin": number, "points": one.tokens},
+                **beside,
+            )
+        trend = found.spearman
+        beside = {"low": trend.r.low, "high": trend.r.high, "p": trend.p, "points": trend.types}
+        yield from self._row(
+            "tangent_frequency_trend", Trend(spearman=trend.r.value), **columns, **beside, note=found.note
+        )
+
+    def turn(self, name: str, before: Proxy, now: Proxy, fit: str) -> Iterator[ProbeRow]:
+        """How far the proxy of now is from an earlier one."""
+        turn = turn_between(before.basis, now.basis)
+        rank = min(before.rank, now.rank)
+        beside = {"control": "haar", "control_value": random_distance(now.dim, rank), "note": before.notes[0]}
+        columns = {"proxy": name, "rank": rank, "variant": f"fit={fit}"}
+        yield from self._row("subspace_distance", Turned(distance=turn.grassmann), **columns, **beside)
+
+    def local(self) -> Iterator[ProbeRow]:
+        """Each token's gradient in its own tangent space, against those of other windows."""
+        place = self.place
+        proxy = fit_local(place.fitted, rank=min(LOCAL_RANK, self.analysis.rank_in(place.fitted.shape[1])))
+        keep = place.keep
+        found = local_alignment(place.here.values[keep], self.rows, self.shown.windows[keep], proxy, seed=self.seed)
+        columns = {"gradient": "activation", "proxy": "local_pca", "rank": proxy.rank, "variant": WITH_MEAN}
+        yield from enrichment_rows(
+            self.metrics,
+            found,
+            math.nan,
+            site=place.site,
+            population=place.population,
+            points=int(keep.sum()),
+            columns=columns,
+        )
 
 
-def _uncoupled(here: Coupled, keep: Bool[Tensor, " n"], shown: ProbeGradients, proxy: Proxy, spec: Spec) -> Alignment:
-    return uncoupled_alignment(
-        here.gradients[keep],
-        proxy,
-        documents=shown.tokens.documents[keep],
-        states=here.values[keep],
-        seed=spec.seed,
-    )
-
-
-def _members(population: str, states: Float[Tensor, "n d"], tokens: Tokens, spec: Spec) -> Tensor:
-    return select_population(population, states, tokens, typical_k=spec.typical_k, seed=spec.seed)
-
-
-def _leading_share(moment: Float[Tensor, "d d"]) -> float:
-    total = float(moment.diagonal().sum())
-    return float(torch.linalg.eigvalsh(moment.double())[-1]) / total if total > 0 else math.nan
-
-
-def _rows(
-    site: Site,
-    population: str,
+def enrichment_rows(
+    metrics: Mapping[str, Metric],
     found: Alignment,
     leading_share: float,
-    asked: list[Metric],
+    *,
+    site: Site,
+    population: str,
+    points: int,
     columns: dict[str, Any],
-    keep: Bool[Tensor, " n"],
-) -> Iterator[AlignmentRow]:
+) -> Iterator[ProbeRow]:
+    """The rows of one alignment: each metric with the control that it is about."""
     view = Enrichment(
         energy=found.energy.value,
         chance=found.control_value,
@@ -165,18 +374,36 @@ def _rows(
         normal_ratio=found.normal_ratio,
         leading_share=leading_share,
     )
-    points = int(keep.sum())
-    for metric in asked:
-        answer = summarize([judge(metric, metric(view), points, 0, found.dim, {})], metric, found.dim, {})
-        note = "; ".join(part for part in (answer.note if math.isnan(answer.value) else None, found.note) if part)
-        beside: dict[str, Any] = {}
-        if metric.name == "tangent_energy":
-            beside = {"low": found.energy.low, "high": found.energy.high}
-        elif metric.name in ("tangent_excess", "tangent_gain"):
-            beside = {"control": found.control or None, "control_value": found.control_value, "p": found.p}
-        elif metric.name == "normal_ratio":
-            normal = found.controls.get("normal")
-            value = math.nan if normal is None else normal.value
-            beside = {"control": "normal", "control_value": value, "p": found.normal_p}
-        answer = replace(answer, note=note or None)
-        yield AlignmentRow(site=site, population=population, metric=metric, answer=answer, columns=columns | beside)
+    normal = found.controls.get("normal")
+    binding = {"control": found.control or None, "control_value": found.control_value, "p": found.p}
+    by_normals = {
+        "control": "normal",
+        "control_value": math.nan if normal is None else normal.value,
+        "p": found.normal_p,
+    }
+    beside: dict[str, dict[str, Any]] = {
+        "tangent_energy": {"low": found.energy.low, "high": found.energy.high},
+        "tangent_excess": binding,
+        "tangent_gain": binding,
+        "normal_ratio": by_normals,
+        "gradient_leading_variance": {},
+    }
+    for name, more in beside.items():
+        # A share that is not known here is another row's.
+        if name in metrics and not (name == "gradient_leading_variance" and math.isnan(leading_share)):
+            yield ProbeRow.of(
+                metrics[name],
+                view,
+                site=site,
+                population=population,
+                points=points,
+                dim=found.dim,
+                note=found.note,
+                **columns | more,
+            )
+
+
+def _leading_share(moment: Float[Tensor, "d d"]) -> float:
+    total = float(moment.diagonal().sum())
+    whole = moment.new_zeros(1, len(moment), 1)
+    return float(leading_without(moment, whole)[0]) / total if total > 0 else math.nan

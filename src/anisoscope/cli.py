@@ -5,10 +5,10 @@ from typing import Annotated
 import typer
 
 from anisoscope import __version__
-from anisoscope.commands import lab, measuring, reading, sweeping
+from anisoscope.commands import concepts, exporting, lab, measuring, reading, reproducing, showing, sweeping
 from anisoscope.commands.shared import app
 
-__all__ = ["app", "lab", "main", "measuring", "reading", "sweeping"]
+__all__ = ["app", "concepts", "exporting", "lab", "main", "measuring", "reading", "reproducing", "showing", "sweeping"]
 
 
 def main() -> None:

@@ -15,18 +15,23 @@ from anisoscope.corpora import Corpus, load_corpus
 from anisoscope.errors import ModelError
 from anisoscope.estimates import judge, summarize
 from anisoscope.metrics import all_metrics
+from anisoscope.metrics.alignment import Enrichment
 from anisoscope.metrics.updates import RowUpdates
 from anisoscope.models import Model, load_model
 from anisoscope.progress import show_progress
 from anisoscope.records import Checkpoint, Record, Site, Spec, Unit
 from anisoscope.store import Store
+from anisoscope.tangent.energies import Alignment, uncoupled_alignment
+from anisoscope.tangent.proxies import fit_global
 from anisoscope.text import Windows, token_frequencies
 from anisoscope.trace import run_module, state_given
 from anisoscope.walk import FORWARD_TOKENS, draw, resolve
 from anisoscope.weights import POPULATION, find_weights
 
 SITE = "unembed.weight"
-METRICS = ("common_drift", "common_drift_share", "rare_drift")
+METRICS = ("common_drift", "common_drift_share", "rare_drift", "update_alignment")
+# States that the proxy of updates is fitted on.
+FITTED_STATES = 8192
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +39,8 @@ class _Rows:
     """What an interval needs of the checkpoint at one of its ends."""
 
     matrix: Float[Tensor, "v d"]
+    states: Float[Tensor, "n d"]
+    """Of what the matrix is given, evenly taken."""
     mean_state: Float[Tensor, " d"]
     kind: str
 
@@ -48,7 +55,7 @@ def follow_drift(
     progress: bool = False,
     **loading: Any,
 ) -> list[Unit]:
-    """One unit for each interval between consecutive checkpoints: `common_drift`, `common_drift_share`, `rare_drift`.
+    """One unit for each interval between consecutive checkpoints: drift of the rows, and their `update_alignment`.
 
     The unit is that of the later checkpoint; its variant names the earlier step. Each checkpoint is loaded at most
     once, and not at all where the store has both of its intervals. The mean state is that of the earlier one, on the
@@ -66,9 +73,8 @@ def follow_drift(
             model = load_model(checkpoint.model, revision=checkpoint.revision, **hand, **loading)
             windows = windows or draw(spec, model, corpus)
             counts = token_frequencies(corpus, model.tokenizer) if counts is None else counts
-            held[checkpoint] = _Rows(
-                matrix=_output_rows(model), mean_state=_mean_output_state(model, windows), kind=model.kind
-            )
+            states, mean = _output_states(model, windows)
+            held[checkpoint] = _Rows(matrix=_output_rows(model), states=states, mean_state=mean, kind=model.kind)
         return held[checkpoint]
 
     units = []
@@ -82,7 +88,8 @@ def follow_drift(
                 before, after = rows_of(earlier), rows_of(later)
                 assert counts is not None
                 moved = RowUpdates.between(before.matrix, after.matrix, before.mean_state, torch.from_numpy(counts))
-                units.append(_unit(asked, moved, earlier, later, after.kind, time.time() - start))
+                aligned = _align_updates(moved, before.states, spec)
+                units.append(_unit(asked, moved, aligned, earlier, later, after.kind, time.time() - start))
                 if store is not None:
                     store.put(units[-1])
             held.pop(earlier, None)
@@ -101,11 +108,31 @@ def _interval_spec(spec: Spec, corpus: Corpus, earlier: Checkpoint, later: Check
     return replace(ends[1], controls=(f"from={ends[0].weights}",))
 
 
-def _unit(spec: Spec, rows: RowUpdates, earlier: Checkpoint, later: Checkpoint, kind: str, seconds: float) -> Unit:
+def _align_updates(rows: RowUpdates, states: Float[Tensor, "n d"], spec: Spec) -> Alignment:
+    """The movement of rows against the tangent proxy of the states they meet."""
+    proxy = fit_global(states, rank=min(spec.rank, states.shape[1] // 2), seed=spec.seed)
+    return uncoupled_alignment(rows.updates.float(), proxy, seed=spec.seed)
+
+
+def _unit(
+    spec: Spec,
+    rows: RowUpdates,
+    aligned: Alignment,
+    earlier: Checkpoint,
+    later: Checkpoint,
+    kind: str,
+    seconds: float,
+) -> Unit:
     count, dim = rows.updates.shape
     records = []
     for metric in (all_metrics()[name] for name in METRICS):
-        answer = summarize([judge(metric, metric(rows), count, 0, dim, {})], metric, dim, {})
+        view, beside = rows, {}
+        if metric.needs == "movement":
+            view = Enrichment(energy=aligned.energy.value)
+            beside = {"low": aligned.energy.low, "high": aligned.energy.high, "p": aligned.p, "gradient": "update"}
+            beside |= {"control": aligned.control or None, "control_value": aligned.control_value}
+            beside |= {"proxy": "pca", "rank": aligned.rank}
+        answer = summarize([judge(metric, metric(view), count, 0, dim, {})], metric, dim, {})
         # A value of two checkpoints: what is wrong with either is wrong with it.
         place = replace(later, suspect=later.suspect or earlier.suspect)
         records.append(
@@ -119,6 +146,7 @@ def _unit(spec: Spec, rows: RowUpdates, earlier: Checkpoint, later: Checkpoint, 
                 metric=metric.name,
                 metric_version=metric.version,
                 variant=f"from={earlier.step}",
+                **beside,
             )
         )
     return Unit(spec=spec, provenance={"seconds": round(seconds, 3), "notes": []}, records=tuple(records))
@@ -132,15 +160,18 @@ def _output_rows(model: Model) -> Float[Tensor, "v d"]:
     return matrix.cpu()
 
 
-def _mean_output_state(model: Model, windows: Windows) -> Float[Tensor, " d"]:
-    """Mean over all tokens of what the output matrix is given."""
+def _output_states(model: Model, windows: Windows) -> tuple[Float[Tensor, "n d"], Float[Tensor, " d"]]:
+    """Some of what the output matrix is given, and the mean over all tokens."""
     ids = torch.from_numpy(windows.token_ids)
+    every = max(1, ids.numel() // FITTED_STATES)
     total: list[Tensor] = []
+    some: list[Tensor] = []
 
     def add(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         state = state_given(args, kwargs, shape)
         assert state is not None
         total.append(state.double().sum((0, 1)).cpu())
+        some.append(state.flatten(0, 1)[::every].float().cpu())
 
     head: Any = model.module
     handle = head.get_output_embeddings().register_forward_pre_hook(add, with_kwargs=True)
@@ -150,4 +181,4 @@ def _mean_output_state(model: Model, windows: Windows) -> Float[Tensor, " d"]:
             run_module(model.module, part)
     finally:
         handle.remove()
-    return torch.stack(total).sum(0) / ids.numel()
+    return torch.cat(some), torch.stack(total).sum(0) / ids.numel()

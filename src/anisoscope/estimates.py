@@ -119,7 +119,7 @@ def estimate(
     check_settings(batch_points=batch_points, **settings)
     found = find_metrics([metrics] if isinstance(metrics, str) else metrics, gride_scales=gride_scales)
     for metric in found:
-        if metric.needs in ("losses", "pair", "norm", "heads", "attention", "updates", "enrichment"):
+        if metric.needs in _OF_MODELS:
             raise SpecError(f"{metric.name} needs a model, not a matrix of points; use measure()")
     given = {"token_ids": token_ids, "sentences": sentences}
     for metric in found:
@@ -143,6 +143,9 @@ def estimate(
     }
 
 
+# Views of more than a matrix of points.
+_OF_MODELS = ("losses", "pair", "norm", "heads", "attention", "updates", "movement")
+_OF_MODELS += ("enrichment", "removal", "trend", "turn", "pinned", "curved", "concepts")
 # Which views need to be told what the points are.
 _LABELS = {"types": "token_ids", "explained": "token_ids", "passages": "sentences"}
 

@@ -146,7 +146,12 @@ def _make_unit(task: Task, loaded: _Loaded, orders: Orders, store: Store | None)
         try:
             model = loaded.model_for(task.spec)
             unit = measure(
-                task.spec, model=model, corpus=read_corpus(task.corpus), checkpoint=loaded.checkpoint, **options
+                task.spec,
+                model=model,
+                corpus=read_corpus(task.corpus),
+                checkpoint=loaded.checkpoint,
+                past=_past_of(task.spec, orders),
+                **options,
             )
             if store is not None:
                 store.put(unit)
@@ -158,6 +163,15 @@ def _make_unit(task: Task, loaded: _Loaded, orders: Orders, store: Store | None)
                 return Outcome(spec=task.spec, error=f"{type(error).__name__}: {error}", noted=store is not None)
             time.sleep(PAUSE_SECONDS * 2**attempt)
     raise AssertionError("the last attempt returns")
+
+
+def _past_of(spec: Spec, orders: Orders) -> Any:
+    """The proxies of earlier units that a Spec names; they are in the store of the sweep."""
+    if spec.proxy_from is None:
+        return None
+    from anisoscope.past import read_past, read_reference
+
+    return read_past(Store(orders.store), read_reference(spec.proxy_from))
 
 
 def _may_pass(error: BaseException) -> bool:

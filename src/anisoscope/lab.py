@@ -54,6 +54,8 @@ class Recipe:
     """Metric -> weight: added to the loss, measured on the states after the final norm. See `penalties`."""
     dtype: str = "auto"
     """`float32`, or `bfloat16` (autocast; weights stay float32); auto: bfloat16 on a GPU, float32 on a CPU."""
+    compiled: bool = False
+    """Train with `torch.compile`: a minute to begin with, and faster from then on where a GPU waits for memory."""
     checkpoints: int = 12
     """How many to keep: step 0, the last, and others evenly between them in log step."""
     log_every: int = 50

@@ -23,6 +23,7 @@ from anisoscope.corpora import Corpus, load_corpus
 from anisoscope.errors import ModelError, SpecError
 from anisoscope.metrics import find_metrics
 from anisoscope.models import Model, adopt_model
+from anisoscope.past import Past, choose_past, read_past
 from anisoscope.presets import fill_in
 from anisoscope.probes import Probe, draw_probe
 from anisoscope.records import Checkpoint, Record, Spec, Unit
@@ -106,6 +107,7 @@ class Scope:
         self._counts = dict.fromkeys(("measured", "stored_before", "skipped", "failed"), 0)
         self._skipped_since = 0
         self._said: set[str] = set()
+        self._kept: dict[int, str] = {}
 
     @property
     def windows(self) -> Windows:
@@ -277,6 +279,7 @@ class Scope:
             with undisturbed(self._model.module):
                 unit = self._unit(spec, 0 if spec.step == 0 else tokens)
             self.store.put(unit)
+            self._remember(unit)
             self._counts["measured"] += 1
             self._skipped_since = 0
         except Exception as error:
@@ -309,6 +312,8 @@ class Scope:
             model=self._model,
             corpus=probe.corpus,
             windows=probe.windows,
+            probe=probe,
+            past=self._past_of(spec.step),
             checkpoint=Checkpoint(model=spec.model, revision=spec.revision, step=spec.step, tokens=tokens),
             progress=False,
             forgiving=True,
@@ -323,9 +328,21 @@ class Scope:
         }
         return replace(unit, provenance={**unit.provenance, "live": live})
 
+    def _remember(self, unit: Unit) -> None:
+        """Note which steps have tangent proxies in the store: later gradients are held against them."""
+        if unit.spec.step is not None and any(name.startswith("proxy/") for name in unit.attachments):
+            self._kept[unit.spec.step] = unit.key
+
+    def _past_of(self, step: int | None) -> Past | None:
+        steps = [known for known in sorted(self._kept) if step is not None and known < step]
+        chosen = choose_past([*steps, step], len(steps), self._steps)
+        keys = {fit: [self._kept[steps[place]] for place in places] for fit, places in chosen.items()}
+        return read_past(self.store, keys) if keys else None
+
     def _recall(self, unit: Unit) -> None:
         """A stored step counts for the gates; weights that are not those it was measured on are worth a word."""
         assert self._model is not None
+        self._remember(unit)
         with undisturbed(self._model.module):
             here = fingerprint(self._model.module)
         if unit.provenance.get("live", {}).get("fingerprint") != here:

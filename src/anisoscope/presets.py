@@ -4,7 +4,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from anisoscope.errors import SpecError
-from anisoscope.records import Spec
+from anisoscope.records import DEFAULT_METRICS, Spec
 
 PRESETS: dict[str, dict[str, Any]] = {
     "economy": {
@@ -14,6 +14,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "batch_points": 2048,
     },
     "standard": {"tokens": 16384},
+    "gradients": {"metrics": (*DEFAULT_METRICS, "alignment", "pinning"), "tokens": 32768},
     "full": {"metrics": ("anisotropy", "isotropy", "intrinsic_dimension", "contextuality", "final_norm", "loss")},
 }
 """What a preset puts in place of the fields that a Spec leaves at their defaults."""

@@ -72,7 +72,7 @@ def print_unit(unit: Unit, *, full: bool = False) -> None:
     stacks = list(dict.fromkeys(record.stack for record in records if record.site != "output"))
     for stack in stacks:
         here = [record for record in records if record.stack == stack and record.site != "output"]
-        aligned = [record for record in here if record.gradient is not None]
+        aligned = [record for record in here if record.gradient is not None and _is_headline(record)]
         plain = [record for record in here if record.gradient is None]
         if full:
             console.print(_full_table(here))
@@ -133,6 +133,11 @@ def _profile_table(records: Sequence[Record], stack: str | None, width: int) -> 
         profile = sparkline([row.value for row in blocks[::stride]])
         table.add_row(metric, population, profile, *(cells[name] for name in shown))
     return table
+
+
+def _is_headline(record: Record) -> bool:
+    """Bins, shares and proxies of earlier checkpoints are many: they are in the store and under --full."""
+    return record.bin is None and ";" not in (record.variant or "")
 
 
 def _alignment_table(records: Sequence[Record]) -> Table:

@@ -2,24 +2,47 @@
 
 import math
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
+from jaxtyping import Float
 
 from anisoscope.corpora import Corpus
 from anisoscope.records import Spec
-from anisoscope.text import Windows, draw_windows
+from anisoscope.text import Windows, draw_windows, token_frequencies
+
+# Characters of text in which tokens are counted: about a million tokens, in a second or two.
+COUNTED_CHARACTERS = 4_000_000
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Probe:
     """Windows of a corpus, dealt once and for good."""
 
     corpus: Corpus
+    tokenizer: Any
     windows: Windows
     """Both halves, taken in turn."""
     fit: Windows
     test: Windows
+
+    @cached_property
+    def log_frequency(self) -> Float[np.ndarray, " vocab"]:
+        """Log of each token's share of the text outside the documents of the test half.
+
+        A token that does not occur there counts as half a one. A corpus of one document is counted whole.
+        """
+        tested = set(np.unique(self.test.documents).tolist())
+        others = [index for index in range(len(self.corpus.documents)) if index not in tested]
+        chosen, size = [], 0
+        for index in np.random.default_rng(0).permutation(others or [0]).tolist():
+            if size >= COUNTED_CHARACTERS:
+                break
+            chosen.append(self.corpus.documents[index])
+            size += len(chosen[-1])
+        counts = token_frequencies(replace(self.corpus, documents=tuple(chosen)), self.tokenizer)
+        return np.log(np.maximum(counts, 0.5) / max(counts.sum(), 1))
 
 
 def draw_probe(spec: Spec, tokenizer: Any, corpus: Corpus) -> Probe:
@@ -42,7 +65,7 @@ def draw_probe(spec: Spec, tokenizer: Any, corpus: Corpus) -> Probe:
         )
         halves.append(replace(drawn, documents=np.array(owners)[drawn.documents], notes=drawn.notes + notes))
     fit, test = halves
-    return Probe(corpus=corpus, windows=_in_turn(fit, test), fit=fit, test=test)
+    return Probe(corpus=corpus, tokenizer=tokenizer, windows=_in_turn(fit, test), fit=fit, test=test)
 
 
 def _halve(documents: tuple[str, ...], seed: int) -> list[tuple[tuple[int, ...], tuple[str, ...]]]:

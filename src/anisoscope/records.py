@@ -302,7 +302,8 @@ class Unit:
 
     def owners(self) -> list[dict[str, Any]]:
         """Who owns the leading axis, one entry per site: tokens, coordinates, and what first positions own together."""
-        prefixes = (name.removesuffix(".shares") for name in self.attachments if name.endswith(".shares"))
+        named = (name for name in self.attachments if name.startswith("owners/"))
+        prefixes = (name.removesuffix(".shares") for name in named if name.endswith(".shares"))
         listed = (self._owners_at(prefix) for prefix in prefixes)
         # A store gives attachments back in an order of its own.
         return sorted(listed, key=lambda entry: (entry["stack"] or "", site_order(entry["site"])))

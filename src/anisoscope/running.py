@@ -17,14 +17,16 @@ import torch
 from torch import Tensor
 
 import anisoscope
-from anisoscope.alignment import VIEWS as OF_ALIGNMENT
-from anisoscope.alignment import alignment_rows
+from anisoscope import alignment, concepts, curvature, pinning
+from anisoscope.alignment import align
 from anisoscope.attention import VIEWS as OF_ATTENTION
 from anisoscope.attention import WINDOWS as ATTENTION_WINDOWS
 from anisoscope.attention import attention_records
 from anisoscope.capture import capture, token_losses
 from anisoscope.cloud import Cloud, Tokens
+from anisoscope.concepts import concept_rows
 from anisoscope.corpora import Corpus
+from anisoscope.curvature import curvature_rows
 from anisoscope.errors import ModelError, SpecError
 from anisoscope.estimates import Evaluated, deal, evaluate, summarize
 from anisoscope.gauge import Clock, Gauge, seed_for
@@ -32,7 +34,10 @@ from anisoscope.layout import select_sites
 from anisoscope.metrics import Metric, find_metrics
 from anisoscope.models import Model
 from anisoscope.norms import Norm, read_norms
-from anisoscope.probes import draw_probe
+from anisoscope.past import Past
+from anisoscope.pinning import pinning_attachments, pinning_rows
+from anisoscope.probed import Probed, ProbeRow
+from anisoscope.probes import Probe, draw_probe
 from anisoscope.progress import Advance, show_progress
 from anisoscope.records import FINAL_NORM_SITES, Checkpoint, Estimate, Record, Site, Spec, Unit
 from anisoscope.rooms import Batch, Rooms
@@ -40,6 +45,7 @@ from anisoscope.text import POOLED_BATCHES, Pool, Windows, plan_pools
 from anisoscope.weights import POPULATION as ROWS
 from anisoscope.weights import WEIGHT_SITES, WeightRecord, weight_records
 
+OF_PROBE = (*alignment.VIEWS, *pinning.VIEWS, *curvature.VIEWS, *concepts.VIEWS)
 # Tokens in one forward pass where the batch size is left to us.
 FORWARD_TOKENS = 4096
 
@@ -61,8 +67,11 @@ class Run:
         checkpoint: Checkpoint,
         batch_size: int | None,
         forgiving: bool,
+        probe: Probe | None = None,
+        past: Past | None = None,
     ) -> None:
         self.spec, self.model, self.corpus, self.windows = spec, model, corpus, windows
+        self.probe, self.past, self.forgiving = probe, past, forgiving
         self.checkpoint = checkpoint
         self.key = spec.key
         self.settings = settings_of(spec)
@@ -71,9 +80,9 @@ class Run:
         if forgiving:
             metrics = [replace(metric, function=self._forgive(metric)) for metric in metrics]
         self.loss = next((metric for metric in metrics if metric.needs == "losses"), None)
-        apart = ("losses", *OF_ATTENTION, *OF_ALIGNMENT)
+        apart = ("losses", *OF_ATTENTION, *OF_PROBE)
         self.metrics = [metric for metric in metrics if metric.needs not in apart]
-        self.of_alignment = [metric.name for metric in metrics if metric.needs in OF_ALIGNMENT]
+        self.of_probe = [metric.name for metric in metrics if metric.needs in OF_PROBE]
         self.of_attention = [metric.name for metric in metrics if metric.needs in OF_ATTENTION]
         self.batch_size = batch_size or max(1, FORWARD_TOKENS // spec.seq_len)
         self.notes = [*corpus.notes, *windows.notes, *model.notes]
@@ -225,7 +234,9 @@ class Run:
         for site, owners in self.gauge.collect_owners(self.rooms).items():
             prefix = f"owners/{site.stack or ''}/{site.name}"
             attachments |= owners.attach(prefix, self._decode, self.corpus.titles)
-        weights, attention, aligned = list(self._weigh()), list(self._attend()), list(self._align())
+        weights, attention = list(self._weigh()), list(self._attend())
+        probed, kept = self._look_at_probe()
+        attachments |= kept
         seconds = time.time() - start
         for site, _, _, _, survey in weights:
             attachments |= {} if survey is None else survey.attachments(f"weights/{site.name}")
@@ -251,7 +262,7 @@ class Run:
         records += [
             self._record(site, ROWS, metric, answer, 0, variant) for site, metric, variant, answer, _ in weights
         ]
-        records += [*attention, *aligned]
+        records += [*attention, *probed]
         return Unit(spec=self.spec, provenance=provenance, records=tuple(records), attachments=attachments)
 
     def _attend(self) -> Iterator[Record]:
@@ -262,15 +273,54 @@ class Run:
         for site, metric, answer in attention_records(self.model, ids, self.sites, self.of_attention):
             yield self._record(site, "all", metric, answer, ids.numel() - answer.points)
 
-    def _align(self) -> Iterator[Record]:
-        """Gradients of the Spec's probe against tangent proxies."""
-        if not self.of_alignment:
-            return
-        probe = draw_probe(self.spec, self.model.tokenizer, self.corpus)
-        with self.clock("gradients"):
-            for row in alignment_rows(self.model, probe, self.sites, self.of_alignment, self.spec):
-                excluded = probe.test.token_ids.size - row.answer.points
-                yield self._record(row.site, row.population, row.metric, row.answer, excluded, **row.columns)
+    def _look_at_probe(self) -> tuple[list[Record], dict[str, np.ndarray]]:
+        """What is measured on the halves of the probe."""
+        if not self.of_probe:
+            return [], {}
+        probe = self.probe or draw_probe(self.spec, self.model.tokenizer, self.corpus)
+        probed = Probed(model=self.model, probe=probe, sites=self.sites, spec=self.spec)
+        rows: list[ProbeRow] = []
+        attachments: dict[str, np.ndarray] = {}
+        with self.clock("probe"):
+            for family, look in self._looks(probed).items():
+                with self._forgiving(family):
+                    found, kept = look()
+                    rows += found
+                    attachments |= kept
+        size = probe.test.token_ids.size
+        records = [
+            self._record(
+                row.site, row.population, row.metric, row.answer, max(size - row.answer.points, 0), **row.columns
+            )
+            for row in rows
+        ]
+        return records, attachments
+
+    def _looks(self, probed: Probed) -> dict[str, Callable[[], tuple[list[ProbeRow], dict[str, np.ndarray]]]]:
+        """What is asked of a probe, family by family: rows, and what to keep."""
+        names, views = self.of_probe, {metric.needs for metric in find_metrics(self.of_probe)}
+
+        def look_at_gradients() -> tuple[list[ProbeRow], dict[str, np.ndarray]]:
+            aligned = align(probed, names, self.past)
+            return aligned.rows, aligned.attachments
+
+        looks = {
+            "alignment": (alignment.VIEWS, look_at_gradients),
+            "pinning": (pinning.VIEWS, lambda: (list(pinning_rows(probed, names)), pinning_attachments(probed))),
+            "curvature": (curvature.VIEWS, lambda: (list(curvature_rows(probed, names)), {})),
+            "concepts": (concepts.VIEWS, lambda: concept_rows(probed, names, self._decode)),
+        }
+        return {family: look for family, (needs, look) in looks.items() if views & set(needs)}
+
+    @contextlib.contextmanager
+    def _forgiving(self, family: str) -> Iterator[None]:
+        """Where a failure is to cost no more than the numbers themselves."""
+        try:
+            yield
+        except Exception as error:
+            if not self.forgiving:
+                raise
+            self.failed[family] = f"it failed: {type(error).__name__}: {error}"
 
     def _weigh(self) -> Iterator[WeightRecord]:
         """The matrices of embeddings that the Spec asks for."""
@@ -284,7 +334,7 @@ class Run:
 
     def _cost(self, seconds: float) -> dict[str, float]:
         """Seconds by what they were spent on."""
-        known = ("forward", "neighbours", "spectrum", *(["gradients"] if self.of_alignment else []))
+        known = ("forward", "neighbours", "spectrum", *(["probe"] if self.of_probe else []))
         parts = {part: round(self.clock.seconds[part], 3) for part in known}
         return parts | {"rest": round(max(seconds - sum(parts.values()), 0.0), 3)}
 

@@ -2,7 +2,8 @@
 
 Keys are `geom/<metric>/<site>`, `geom/<metric>/mean` and `max` over the blocks, and `geom/overhead_ms`. Block numbers
 are zero-padded here, and only here, so that curves sort. The first population of a metric has its plain name, others
-are named behind it (`geom/leading_variance.typical/mean`). Forty blocks times six metrics are 240 curves: without
+are named behind it (`geom/leading_variance.typical/mean`), and so are a gradient, its proxy and a variant. Bins of
+frequency are left to the store. Forty blocks times six metrics are 240 curves: without
 `all_sites`, blocks are shown by their mean, their maximum and a heat map.
 """
 
@@ -212,8 +213,11 @@ def group(records: Iterable[Record]) -> dict[str, dict[str, float]]:
     first: dict[str, str] = {}
     curves: dict[str, dict[str, float]] = {}
     for row in rows:
-        plain = first.setdefault(row.metric, row.population) == row.population
-        metric = row.metric if plain else f"{row.metric}.{row.population}"
+        if row.bin is not None:
+            continue
+        named = ".".join(part for part in (row.metric, row.gradient, row.proxy, row.variant) if part)
+        plain = first.setdefault(named, row.population) == row.population
+        metric = named if plain else f"{named}.{row.population}"
         parts = [part.zfill(digits) if part.isdigit() else part for part in row.site.split(".")]
         curves.setdefault(metric, {})[".".join([row.stack, *parts] if row.stack else parts)] = row.value
     return curves

@@ -118,9 +118,11 @@ class Run:
         return trainer
 
     @torch.no_grad()
-    def evaluate(self, model: nn.Module) -> float:
+    def evaluate(self) -> float:
         """Mean loss per predicted token on the held-out windows, unweighted; masks are the same at every checkpoint."""
         windows = cut_held_out(self.recipe, self.data.held_out)
+        # As it is without compilation, which would begin anew for other shapes.
+        model = self.model
         rng, was_training = np.random.default_rng(self.recipe.seed), model.training
         model.eval()
         total, count = 0.0, 0
@@ -203,6 +205,7 @@ def _arguments(recipe: Recipe, folder: Path, device: str) -> transformers.Traini
         max_grad_norm=recipe.gradient_clip,
         seed=recipe.seed,
         use_cpu=not on_gpu,
+        torch_compile=recipe.compiled,
         bf16=recipe.dtype == "bfloat16" or (recipe.dtype == "auto" and on_gpu),
         dataloader_pin_memory=on_gpu,
         accelerator_config={"non_blocking": True},
@@ -289,7 +292,7 @@ class Keeper(transformers.TrainerCallback):
         self.clock = self.saved = time.monotonic()
         self.advance(state.global_step)
         if state.global_step == 0:
-            self._record(0, kwargs["model"])
+            self._record(0)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """After an update: is a row, a checkpoint, a state or the end due?"""
@@ -297,7 +300,7 @@ class Keeper(transformers.TrainerCallback):
         state.num_input_tokens_seen = step * recipe.tokens_per_step
         self.advance(1)
         if step in self.run.steps or step % recipe.log_every == 0:
-            self._record(step, kwargs["model"])
+            self._record(step)
             control.should_log = True
         control.should_training_stop |= self.max_seconds is not None and now - self.begun >= self.max_seconds
         control.should_save |= step in self.run.steps or now - self.saved >= self.save_every
@@ -306,14 +309,14 @@ class Keeper(transformers.TrainerCallback):
         """After the last step of this part, whoever ended it."""
         control.should_save |= self.saved_step != state.global_step
 
-    def _record(self, step: int, model: Any) -> None:
+    def _record(self, step: int) -> None:
         loss, penalty, steps = self.run.ledger.sums.tolist()
         kept = step in self.run.steps
         row = Loss(
             step=step,
             tokens=step * self.run.recipe.tokens_per_step,
             train=loss / steps if steps else None,
-            held_out=self.run.evaluate(model) if kept else None,
+            held_out=self.run.evaluate() if kept else None,
             penalty=penalty / steps if steps and self.run.recipe.regularize else None,
         )
         self.run.ledger.sums.zero_()

@@ -9,6 +9,8 @@ from anisoscope.errors import SpecError
 from anisoscope.estimates import check_settings
 from anisoscope.metrics import find_metrics
 from anisoscope.models import Model, adopt_model, load_model
+from anisoscope.past import Past
+from anisoscope.probes import Probe
 from anisoscope.records import POPULATIONS, Checkpoint, Spec, Unit
 from anisoscope.revisions import place_in_training, place_of
 from anisoscope.running import FORWARD_TOKENS as FORWARD_TOKENS
@@ -77,6 +79,8 @@ def measure(
     allow_pickle: bool = False,
     progress: bool = True,
     forgiving: bool = False,
+    probe: Probe | None = None,
+    past: Past | None = None,
 ) -> Unit:
     """Run a model over text and measure its states at every site.
 
@@ -85,6 +89,7 @@ def measure(
     `checkpoint` says where in its training the model stands, where more is known than its name tells.
     `batch_size` is the number of windows in a forward pass; when memory runs out it is halved, and the unit says so.
     `forgiving`: a metric that raises gives NaN, with the error as its note, instead of ending the walk.
+    `probe` is that of `draw_probe`, where it is known already; `past` holds tangent proxies of earlier checkpoints.
     """
     corpus = corpus or load_corpus(spec.corpus)
     spec, loaded = load(
@@ -101,14 +106,14 @@ def measure(
         place = place_in_training(spec.model, spec.revision)
         checkpoint = Checkpoint(model=spec.model, revision=spec.revision, stage=place.stage, tokens=place.tokens)
     windows = windows or draw(spec, loaded, corpus)
-    return Run(spec, loaded, corpus, windows, checkpoint, batch_size, forgiving).run(progress)
+    return Run(spec, loaded, corpus, windows, checkpoint, batch_size, forgiving, probe, past).run(progress)
 
 
 def load(spec: Spec, corpus: Corpus, model: Any = None, tokenizer: Any = None, **loading: Any) -> tuple[Spec, Model]:
     """The resolved Spec and its model, loaded with the options of `load_model` where none is handed in."""
     hand: dict[str, Any] = {"blocks": spec.blocks, "final_norm": spec.final_norm}
     for metric in find_metrics([item if isinstance(item, str) else item[0] for item in spec.metrics]):
-        if metric.needs == "updates":
+        if metric.needs in ("updates", "movement"):
             raise SpecError(f"{metric.name} compares two checkpoints of a training: `anisoscope sweep --drift`")
     if model is None:
         spec = resolve(spec, corpus=corpus)

@@ -75,4 +75,5 @@ def _found(metric: str, blocks: list[dict[str, Any]], how: Resampling) -> Findin
         p=p,
         says=f"{what}, and in {counted(reached, 'block')} of {len(blocks)} more than chance would",
         details={"blocks_beyond_chance": float(reached)},
+        among="gradients",
     )

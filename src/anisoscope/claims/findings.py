@@ -22,6 +22,8 @@ class Finding:
     p: float = math.nan
     says: str
     details: Mapping[str, float] = field(default_factory=dict)
+    among: str = ""
+    """Which findings its p is adjusted with, by their rate of false discoveries; Holm's over all others if empty."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -239,6 +239,20 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return adjusted
 
 
+def benjamini_hochberg(p_values: Sequence[float]) -> list[float]:
+    """Adjusted p: the smallest rate of false discoveries at which each would be one; NaN is left out.
+
+    >>> benjamini_hochberg([0.01, float("nan"), 0.04, 0.03])
+    [0.03, nan, 0.04, 0.04]
+    """
+    adjusted, smallest = [math.nan] * len(p_values), 1.0
+    known = sorted((p, place) for place, p in enumerate(p_values) if not math.isnan(p))
+    for rank, (p, place) in reversed(list(enumerate(known, 1))):
+        smallest = min(smallest, len(known) * p / rank)
+        adjusted[place] = smallest
+    return adjusted
+
+
 def held_out_peak(halves: Sequence[np.ndarray], candidates: np.ndarray, rivals: np.ndarray) -> float:
     """Height of the highest candidate over the higher rival, without the flattery of choosing and measuring at once.
 

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -10,8 +10,9 @@ import pyarrow as pa
 
 from anisoscope.claims.enrichment import judge_enrichment
 from anisoscope.claims.findings import Finding, Subject, counted, number
+from anisoscope.claims.learning import judge_learning
 from anisoscope.claims.profiles import count_suspects, last_checkpoints, read_profiles
-from anisoscope.claims.resampling import Resampling, holm
+from anisoscope.claims.resampling import Resampling, benjamini_hochberg, holm
 from anisoscope.claims.shapes import judge_kinds, judge_profile
 from anisoscope.claims.theories import judge_theories
 from anisoscope.claims.trainings import judge_trainings
@@ -39,7 +40,8 @@ class Verdict:
     p: float
     """Of the claim's side of its margin; NaN where nothing was tested."""
     p_adjusted: float
-    """Holm's, over all claims judged together."""
+    """Holm's, over all claims judged together; Benjamini and Hochberg's over those on gradients, whose p from
+    permutations are never below 1/200."""
     replicates: int
     """Batches, models or seeds."""
     text: str
@@ -66,10 +68,19 @@ def judge(table: pa.Table, *, seed: int = 0, resamples: int = 2000, level: float
         *judge_trainings(profiles, how),
         *judge_theories(table, how),
         *judge_enrichment(table, how),
+        *judge_learning(table, how),
     ]
-    adjusted, suspects = holm([finding.p for _, finding in found]), count_suspects(table)
+    adjusted, suspects = _adjust([finding for _, finding in found]), count_suspects(table)
     verdicts = [_verdict(*pair, p, suspects, level) for pair, p in zip(found, adjusted, strict=True)]
     return [_with_typical(verdict, verdicts) for verdict in verdicts]
+
+
+def _adjust(found: Sequence[Finding]) -> list[float]:
+    adjusted = holm([math.nan if finding.among else finding.p for finding in found])
+    for name in {finding.among for finding in found} - {""}:
+        together = benjamini_hochberg([finding.p if finding.among == name else math.nan for finding in found])
+        adjusted = [new if one.among == name else old for one, new, old in zip(found, together, adjusted, strict=True)]
+    return adjusted
 
 
 def _p(value: float) -> str:

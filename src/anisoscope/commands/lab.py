@@ -9,6 +9,7 @@ import typer
 
 from anisoscope.commands.shared import PARTLY, Config, Debug, Json, app, reporting, say
 from anisoscope.errors import SpecError
+from anisoscope.flags import words
 from anisoscope.lab import Recipe
 from anisoscope.records import Spec
 
@@ -43,9 +44,15 @@ def train(
     ] = None,
     checkpoints: Annotated[int, typer.Option(help="Kept, evenly spaced in log step.")] = Recipe.checkpoints,
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16 (autocast).  auto: bfloat16 on a GPU")] = Recipe.dtype,
+    compiled: Annotated[bool, typer.Option("--compile", help="Train with torch.compile.")] = Recipe.compiled,
     seed: Annotated[int, typer.Option(help="Of weights, text and masks.")] = Recipe.seed,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    watch: Annotated[str, typer.Option(help="Geometry measured live: economy, standard, full, or none.")] = "standard",
+    watch: Annotated[
+        str, typer.Option(help="Geometry measured live: economy, standard, gradients, full, or none.")
+    ] = "standard",
+    metrics: Annotated[
+        str | None, typer.Option(help="Estimators or families measured live, with commas.  [as --watch has it]")
+    ] = None,
     watch_steps: Annotated[int, typer.Option(help="Steps measured live, evenly spaced in log step.")] = 32,
     budget: Annotated[float, typer.Option(help="Share of training time that measuring may take.")] = 0.02,
     stop_if: Annotated[
@@ -80,11 +87,12 @@ def train(
             regularize=_weights(regularize or []),
             checkpoints=checkpoints,
             dtype=dtype,
+            compiled=compiled,
             seed=seed,
         )
         from anisoscope.training import train as train_recipe
 
-        callbacks = [] if watch == "none" else [_watcher(recipe, output, watch, watch_steps, budget, stop_if)]
+        callbacks = [] if watch == "none" else [_watcher(recipe, output, watch, metrics, watch_steps, budget, stop_if)]
         trained = train_recipe(
             recipe, output, callbacks=callbacks, device=device, max_seconds=max_seconds, progress=not as_json
         )
@@ -100,12 +108,21 @@ def train(
             raise typer.Exit(PARTLY)
 
 
-def _watcher(recipe: Recipe, output: Path, preset: str, steps: int, budget: float, stop_if: list[str] | None) -> Any:
+def _watcher(
+    recipe: Recipe,
+    output: Path,
+    preset: str,
+    metrics: str | None,
+    steps: int,
+    budget: float,
+    stop_if: list[str] | None,
+) -> Any:
     from anisoscope.schedules import log_spaced
     from anisoscope.shells import TrainerCallback
 
     # The folder's name is the model's: `runs/small-seed0` and `runs/small-seed1` are seeds of one training.
-    spec = Spec(model=output.name, corpus=f"heldout:{recipe.corpus}", seq_len=recipe.seq_len)
+    asked = Spec.metrics if metrics is None else words(metrics) or ()
+    spec = Spec(model=output.name, corpus=f"heldout:{recipe.corpus}", seq_len=recipe.seq_len, metrics=asked)
     count = min(steps, recipe.steps)
     return TrainerCallback(
         spec,

@@ -50,6 +50,9 @@ def sweep(
     drift: Annotated[
         bool, typer.Option("--drift", help="Also how the output embedding moved from each checkpoint to the next.")
     ] = False,
+    follow: Annotated[
+        bool, typer.Option("--follow", help="Also gradients against tangent proxies of earlier checkpoints.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan with sizes, and measure nothing.")] = False,
     protocol: Protocol = None,
     config: Config = None,
@@ -102,6 +105,7 @@ def sweep(
             downloads=downloads,
             engine_options=_pairs(slurm or []),
             progress=not as_json,
+            follow=follow,
             **pick(flags, run_flags),
         )
         if drift:

@@ -5,6 +5,7 @@ Notation: h the states of test documents, a = ∂L/∂h their gradients, Q (d, r
 rows a themselves. The computation is in `tangent/`; here is what is reported of it.
 """
 
+import math
 from dataclasses import dataclass
 from functools import partial
 
@@ -21,12 +22,34 @@ class Enrichment:
 
     energy: float
     """E = ‖GQ‖² / ‖G‖², or ‖AQ‖² / ‖A‖²."""
-    chance: float
+    chance: float = math.nan
     """The same under the binding control."""
-    gain: float
-    normal_ratio: float
-    leading_share: float
+    gain: float = math.nan
+    normal_ratio: float = math.nan
+    leading_share: float = math.nan
     """Of the gradient rows' second moment."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Removed:
+    """What becomes of the gradients' anisotropy without the tangent proxy; NaN where it is not known."""
+
+    change: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trend:
+    """How the tangent energy of token types goes with their frequency; NaN where it is not known."""
+
+    spearman: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turned:
+    """From a proxy of an earlier checkpoint to the present one; NaN where it is not known."""
+
+    distance: float
+    """√Σθ² over the principal angles θ."""
 
 
 _of_gradients = partial(
@@ -127,3 +150,81 @@ def gradient_leading_variance(found: Enrichment) -> Float[Tensor, ""]:
     The anisotropy of gradients: not centred, because a mean gradient is part of what training does.
     """
     return _number(found.leading_share)
+
+
+@_of_gradients(
+    needs="removal",
+    invariant_to="rotation scale",
+    null="none",
+    reason="what removing random normal directions does stands beside it as its control",
+)
+def tangent_anisotropy_share(found: Removed) -> Float[Tensor, ""]:
+    """How much less anisotropic gradients are without the tangent proxy.
+
+        share=isoscore    IsoScore*(C without Q) - IsoScore*(C), in the d - r coordinates that are left
+        share=leading     l₁/Σl of C, less that of PCP
+        share=spectral    Σ_{j≤r} l_j ‖Qᵀv_j‖² / Σ_{j≤r} l_j
+        share=energy      1 - ‖P(C - l̄I)P‖² / ‖C - l̄I‖²
+
+    C: second moment of the gradient rows, with eigenvalues l_j and eigenvectors v_j; l̄ = tr C / d; P = I - QQᵀ. Held
+    against random normal subspaces (p) and, in a row of its own, against the next r principal directions.
+    Deviation from the source: it pads with zeros, which lowers IsoScore* by itself.
+    """
+    return _number(found.change)
+
+
+@_of_gradients(
+    needs="trend",
+    invariant_to="rotation scale",
+    bounds=(-1.0, 1.0),
+    null="exact",
+    closed_form=lambda n, d: 0.0,
+)
+def tangent_frequency_trend(found: Trend) -> Float[Tensor, ""]:
+    """Whether gradients of frequent tokens lie more in the tangent proxy.
+
+        tangent_frequency_trend = Spearman's ρ of log f and ‖Qᵀa‖² / ‖a‖² over token types, one occurrence of each
+
+    Frequencies are counted in other documents. p permutes log f over types: occurrences of one type are not independent
+    of each other. Above 0 where the source's claim holds.
+    """
+    return _number(found.spearman)
+
+
+@_of_gradients(
+    needs="turn",
+    invariant_to="rotation scale",
+    null="none",
+    reason="the distance of random subspaces of the same rank stands beside it as its control",
+)
+def subspace_distance(found: Turned) -> Float[Tensor, ""]:
+    """How far the tangent proxy turned since an earlier checkpoint.
+
+        subspace_distance = √Σθ²   over the r principal angles θ (Grassmann distance)
+
+    0 for the same subspace, √r · π/2 for orthogonal ones. The variant names the earlier checkpoint: the one before
+    (`rolling`), the first (`untrained`) or the early ones (`frozen`).
+    """
+    return _number(found.distance)
+
+
+@_of_gradients(
+    needs="movement",
+    populations=("rows",),
+    invariant_to="rotation scale",
+    bounds=(0.0, 1.0),
+    null="none",
+    reason="the hardest of its controls stands beside it, with p",
+    # Of two checkpoints: `anisoscope sweep --drift`.
+    default=False,
+)
+def update_alignment(found: Enrichment) -> Float[Tensor, ""]:
+    """Share of what the rows of the output embedding moved that lies in the tangent proxy of the states they meet.
+
+        update_alignment = Σ ‖Qᵀu_v‖² / Σ ‖u_v‖²,   u_v the difference of row v between two checkpoints
+
+    Q is fitted on what the output matrix is given at the earlier checkpoint. Controls are those of uncoupled gradients:
+    the hardest of random subspaces, random signs and the next principal directions. Weight decay is part of an observed
+    difference; where the optimizer is known, `updates.undo_decay` takes it out. `sweep --drift`.
+    """
+    return _number(found.energy)

@@ -27,6 +27,8 @@ DRAWS = 199
 PAPER_DRAWS = 20
 # Random numbers held at one time.
 DRAWN_ELEMENTS = 1 << 24
+# A random matrix that is nearly as tall as wide is nearly singular: fewer directions to spare need float64.
+SPARE_NORMALS = 8
 
 
 def second_moment(rows: Float[Tensor, "n d"]) -> Float[Tensor, "d d"]:
@@ -73,6 +75,8 @@ def random_spaces(
     dim, rank = basis.shape
     if 2 * rank > dim:
         raise SpecError(f"rank {rank} of {dim} coordinates leaves no normal space of the same rank: at most {dim // 2}")
+    if dim - 2 * rank < SPARE_NORMALS:
+        moment = moment.double()
     axes = basis.to(moment)
     seen, total = moment @ axes, moment.diagonal().double().sum()
     whole = moment.double().square().sum()

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from jaxtyping import Float, Int
@@ -48,6 +49,14 @@ def turn_between(one: Float[Tensor, "d r"], other: Float[Tensor, "d q"]) -> Turn
         angles=torch.where(cosines > math.sqrt(0.5), sines.asin(), cosines.acos()).cpu(),
         overlap=float(products.square().sum()) / second.shape[1],
     )
+
+
+@lru_cache(maxsize=64)
+def random_distance(dim: int, rank: int, draws: int = 16) -> float:
+    """The mean Grassmann distance of two random subspaces."""
+    generator = torch.Generator().manual_seed(0)
+    spaces = torch.linalg.qr(torch.randn(2 * draws, dim, rank, generator=generator, dtype=torch.float64)).Q
+    return sum(turn_between(*pair).grassmann for pair in spaces.view(draws, 2, dim, rank)) / draws
 
 
 @dataclass(frozen=True, kw_only=True)

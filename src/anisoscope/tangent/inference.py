@@ -4,7 +4,6 @@ Every random number comes from a seed and is drawn on the CPU, so that a device 
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -65,21 +64,6 @@ def draw_permutations(count: int, windows: int, seed: int) -> Permutations:
     orders = torch.empty(count, windows, dtype=torch.long)
     orders[:, rings[0]] = rings[(chosen // windows)[:, None], places]
     return Permutations(orders=orders, rings=rings, chosen=chosen)
-
-
-def benjamini_hochberg(p_values: Sequence[float]) -> list[float]:
-    """Adjusted p: the smallest rate of false discoveries at which each would be one; NaN is left out.
-
-    >>> benjamini_hochberg([0.01, float("nan"), 0.04, 0.03])
-    [0.03, nan, 0.04, 0.04]
-    """
-    adjusted, smallest = [math.nan] * len(p_values), 1.0
-    known = sorted((p, place) for place, p in enumerate(p_values) if not math.isnan(p))
-    for rank in range(len(known), 0, -1):
-        p, place = known[rank - 1]
-        smallest = min(smallest, p * len(known) / rank)
-        adjusted[place] = smallest
-    return adjusted
 
 
 def max_t(values: Float[Tensor, " k"], draws: Float[Tensor, "k m"]) -> Float[Tensor, " k"]:

@@ -27,6 +27,9 @@ LEFT_WITHOUT_MEAN = 0.1
 NEIGHBORS = 48
 # Numbers of neighbours' coordinates held at one time.
 HELD_ELEMENTS = 1 << 24
+# Error at which a semi-NMF for a proxy has settled: the span is then within .985 of that at 1e-6 (mean squared cosine);
+# the spans of two seeds agree to .95.
+CONE_TOLERANCE = 1e-3
 # A direction with less of the largest singular value does not exist.
 SMALLEST = 1e-5
 
@@ -40,8 +43,8 @@ class Proxy:
     """Of the states it was fitted on, in float64; of several checkpoints, each divided by its spread."""
     following: Float[Tensor, "d q"]
     """The next r principal directions outside the basis (N2); fewer where the space ends."""
-    last: Float[Tensor, "d q"]
-    """The last r of them (N3)."""
+    last: Float[Tensor, "d l"]
+    """The last r of them (N3); none where only leading directions are known."""
     explained: float
     """Share of the variance of the fit states in the basis; of their squares where they are not centred."""
     method: str
@@ -186,7 +189,7 @@ def without_mean(proxy: Proxy) -> Proxy:
     left, lengths, _ = torch.linalg.svd(proxy.basis - mean @ (mean.T @ proxy.basis), full_matrices=False)
     basis = left[:, lengths > LEFT_WITHOUT_MEAN]
     away = torch.cat([basis, mean], 1)
-    controls = {name: _outside(getattr(proxy, name), away)[:, : basis.shape[1]] for name in ("following", "last")}
+    controls = {name: outside(getattr(proxy, name), away)[:, : basis.shape[1]] for name in ("following", "last")}
     dropped = proxy.rank - basis.shape[1]
     note = "the mean direction is projected out" + (f", and with it {dropped} of the directions" if dropped else "")
     return replace(proxy, basis=basis, **controls, explained=math.nan, notes=(*proxy.notes, note))
@@ -275,7 +278,7 @@ def _cone_basis(points: Float[Tensor, "n d"], rank: int, concepts: int, seed: in
     """
     if concepts < rank:
         raise SpecError(f"{concepts} concepts do not span {rank} directions: ask for at least {rank}")
-    found = semi_nmf(points, concepts, seed=seed)
+    found = semi_nmf(points, concepts, seed=seed, tolerance=CONE_TOLERANCE)
     corner = torch.linalg.qr(found.codes.double(), mode="r").R
     _, lengths, axes = torch.linalg.svd(corner @ found.directions.double(), full_matrices=False)
     return axes[:rank][lengths[:rank] > SMALLEST * lengths[0]].T.to(points)
@@ -287,7 +290,7 @@ def _project_out(matrix: Float[Tensor, "d d"], basis: Float[Tensor, "d r"]) -> F
     return half - (half @ basis) @ basis.T
 
 
-def _outside(vectors: Float[Tensor, "d q"], basis: Float[Tensor, "d r"]) -> Float[Tensor, "d p"]:
+def outside(vectors: Float[Tensor, "d q"], basis: Float[Tensor, "d r"]) -> Float[Tensor, "d p"]:
     """An orthonormal basis of what the vectors span outside another basis, in their order."""
     axes, corner = torch.linalg.qr(vectors - basis @ (basis.T @ vectors))
     return axes[:, corner.diagonal().abs() > LEFT_WITHOUT_MEAN]

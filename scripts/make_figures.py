@@ -1,0 +1,89 @@
+"""Draw the figures of the documentation from the stored runs of this repository: python scripts/make_figures.py
+
+Runs: docs/runs/pocket (six trainings, measured live), docs/runs/pocket-sites (the two pocket models at every site, with
+owners, embedding matrices and several window lengths) and docs/runs/pocket-alignment (gradients of one training). The
+last two were made with
+
+    for model in pocket-decoder pocket-encoder:
+        anisoscope measure MODEL --tokens 16384 --seq-len 256 -o docs/runs/pocket-sites --owners
+                           --metrics anisotropy,isotropy,intrinsic_dimension,final_norm,loss
+        anisoscope measure MODEL --tokens 8192 --seq-len 256 -o docs/runs/pocket-sites
+                           --metrics leading_variance,mean_cosine --sites embed.weight,unembed.weight
+        for length in 16 32 64 128:
+            anisoscope measure MODEL --tokens 16384 --seq-len LENGTH -o docs/runs/pocket-sites
+                               --metrics leading_variance --sites 'block.*'
+    for step in 0 16 64 256 1024 4096:
+        anisoscope measure pocket-decoder@stepSTEP --tokens 8192 --seq-len 128 -o docs/runs/pocket-alignment
+                           --metrics alignment,loss --populations all --sites 'block.*'
+"""
+
+import argparse
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from PIL import Image
+
+from anisoscope import figures
+from anisoscope.claims import judge
+from anisoscope.store import Store
+
+DOCS = Path(__file__).parent.parent / "docs"
+# Of the catalogue of each run, what the documentation shows.
+SHOWN = {
+    "pocket": (
+        "profile-leading_variance",
+        "profile-twonn",
+        "dynamics-leading_variance",
+        "dynamics-twonn",
+        "steps-leading_variance-pocket-decoder-seed0",
+        "heatmap-leading_variance-pocket-encoder-seed0",
+        "populations-leading_variance-pocket-encoder-seed0",
+        "verdicts-1",
+    ),
+    "pocket-sites": (
+        "stages-all",
+        "scales-pocket-decoder",
+        "lengths-leading_variance",
+        "owners-pocket-encoder-step4096",
+        "embeddings-unembed.weight-pocket-decoder-step4096",
+    ),
+    "pocket-alignment": ("alignment-pocket-decoder-pydoc-all-mean-in",),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Draw the figures of the documentation.")
+    parser.add_argument("-o", "--out", type=Path, default=DOCS / "figures")
+    parser.add_argument("--format", choices=figures.FORMATS, default="png")
+    arguments = parser.parse_args()
+    for run, figure in find_figures():
+        begun = time.perf_counter()
+        path = figures.save(figure.draw(), arguments.out / f"{figure.name}.{arguments.format}")
+        if arguments.format == "png":
+            shrink(path)
+        print(f"{path}  {time.perf_counter() - begun:.1f} s  {run}: {figure.caption}")
+
+
+def shrink(path: Path) -> None:
+    """Pictures of few colours, kept in a repository: a palette does, at a tenth of the size."""
+    with Image.open(path) as picture:
+        small = picture.convert("RGB").quantize(256, dither=Image.Dither.NONE)
+    small.save(path, optimize=True)
+
+
+def find_figures() -> Iterator[tuple[str, figures.Figure]]:
+    """The figures shown, each with the name of its run; refused where a run no longer has one."""
+    for run, wanted in SHOWN.items():
+        store = Store(DOCS / "runs" / run)
+        table, few = store.table(), run != "pocket"
+        units = [store.get(key) for key in sorted(store.keys())] if few else []
+        found = figures.catalogue(table, units=units, verdicts=judge(table) if run == "pocket" else ())
+        there = {figure.name: figure for figure in found if figure.error is None}
+        if missing := [name for name in wanted if name not in there]:
+            raise SystemExit(f"{run} has no figure {', '.join(missing)}; it has {', '.join(there)}")
+        yield from ((run, there[name]) for name in wanted)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,321 @@
+"""What is said of gradients over a training, each under our control and, where it applies, under the paper's.
+
+    emerges early                 a checkpoint in the first 30 % of the steps is enriched, more than the untrained one
+    persists                      at least .9 of the checkpoints after that one still are, the last among them
+    grows with frequency          gradients of frequent types lie more in the tangent space
+    encoders and decoders differ in enrichment     in the mean excess of their last checkpoints, over models
+    curvature is attenuated by frequency bias      V(f) / V(uniform) is below 1
+
+The p of a checkpoint's blocks become one by Simes' rule, those of a training's checkpoints are adjusted together
+(Benjamini and Hochberg 1995). With several seeds of a training a claim must hold in each: p is the largest of theirs.
+An untrained model has an excess of its own, because state and gradient both know the token. Our control therefore asks
+for more than that: E less its control must stand above that of step 0, by the intervals of both.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from scipy import stats
+
+from anisoscope.claims.enrichment import simes
+from anisoscope.claims.findings import Finding, Subject, counted, number
+from anisoscope.claims.profiles import family_of
+from anisoscope.claims.resampling import Resampling, benjamini_hochberg, welch
+from anisoscope.claims.trainings import MIN_CHECKPOINTS
+from anisoscope.revisions import training_order
+
+EARLY = 0.3
+PERSISTENT = 0.9
+MIN_MODELS = 3
+PAPER = " (the paper's control)"
+_METRICS = ("tangent_excess", "tangent_energy", "normal_ratio", "tangent_frequency_trend", "frequency_attenuation")
+_TOLD_APART = ("corpus", "population", "stack", "gradient", "proxy")
+_NONE = "no checkpoint is enriched"
+_NO_MORE = f"{_NONE} more than the untrained one"
+Row = dict[str, Any]
+Blocks = Mapping[str, Row]
+"""A metric's rows by site."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Course:
+    """One training under one gradient, proxy and population: for each checkpoint the rows of each metric."""
+
+    model: str
+    kind: str
+    place: tuple[Any, ...]
+    checkpoints: tuple[Mapping[str, Blocks], ...]
+
+    @property
+    def last(self) -> Mapping[str, Blocks]:
+        """At the end of the training."""
+        return self.checkpoints[-1]
+
+    def steps(self) -> list[int | None]:
+        """Of its checkpoints."""
+        return [next(iter(next(iter(one.values())).values()))["step"] for one in self.checkpoints]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What one training says of a claim."""
+
+    supported: bool | None
+    effect: float
+    p: float
+    says: str
+
+
+def judge_learning(table: pa.Table, how: Resampling) -> Iterator[tuple[Subject, Finding]]:
+    """Every claim on gradients over trainings that the table can speak to."""
+    families: dict[tuple, list[Course]] = defaultdict(list)
+    for course in read_courses(table):
+        families[(*course.place, family_of(course.model))].append(course)
+    tests: dict[str, tuple[str, Callable[[Course, Resampling], Answer | None]]] = {
+        "emerges early": ("tangent_excess", _emerges),
+        f"emerges early{PAPER}": ("normal_ratio", _emerges_by_paper),
+        "persists": ("tangent_excess", _persists),
+        f"persists{PAPER}": ("normal_ratio", _persists_by_paper),
+        "grows with frequency": ("tangent_frequency_trend", _grows_with_frequency),
+        "curvature is attenuated by frequency bias": ("frequency_attenuation", _attenuated),
+    }
+    for (*_, family), seeds in sorted(families.items(), key=lambda item: [part or "" for part in item[0]]):
+        for claim, (metric, test) in tests.items():
+            answers = [(one.model, answer) for one in seeds if (answer := test(one, how)) is not None]
+            if answers:
+                name = family if len(seeds) > 1 else seeds[0].model
+                subject = _subject(name, [model for model, _ in answers], metric, seeds[0].place, "training")
+                yield subject, _together(claim, [answer for _, answer in answers])
+    yield from _kinds_differ(families, how)
+
+
+def read_courses(table: pa.Table) -> list[Course]:
+    """The trainings of a table, checkpoints in order; only rows of the proxy fitted at its own checkpoint."""
+    kept = pc.field("metric").isin(list(_METRICS)) & pc.field("depth").is_valid() & pc.field("suspect").is_null()
+    kept = kept & pc.field("bin").is_null()
+    columns = ["key", "model", "kind", "stage", "step", "revision", "site", "metric", "variant", "value", "p"]
+    rows: dict[tuple, dict[Any, dict[str, dict[str, Row]]]] = defaultdict(
+        lambda: defaultdict(lambda: defaultdict(dict))
+    )
+    kinds: dict[tuple, str] = {}
+    chosen = table.filter(kept).select([*dict.fromkeys((*columns, *_TOLD_APART, "low", "high"))])
+    for row in chosen.sort_by([("key", "ascending")]).to_pylist():
+        if row["variant"] not in (None, "mean=in"):
+            continue
+        identity = (*(row[name] for name in _TOLD_APART), row["model"])
+        kinds[identity] = row["kind"]
+        rows[identity][training_order(row["stage"], row["step"], row["revision"])][row["metric"]][row["site"]] = row
+    return [
+        Course(
+            model=identity[-1],
+            kind=kinds[identity],
+            place=identity[:-1],
+            checkpoints=tuple(found[place] for place in sorted(found)),
+        )
+        for identity, found in sorted(rows.items(), key=lambda item: [part or "" for part in item[0]])
+    ]
+
+
+def _subject(name: str, models: Sequence[str], metric: str, place: tuple[Any, ...], unit: str) -> Subject:
+    corpus, population, *others = place
+    return Subject(
+        name=name,
+        models=tuple(models),
+        place=(metric, population, corpus),
+        variant=", ".join(part for part in others if part) or None,
+        replicates=len(models),
+        unit=unit,
+    )
+
+
+def _together(claim: str, answers: Sequence[Answer]) -> Finding:
+    """All trainings must say the same; the one that says it least decides."""
+    said = {answer.supported for answer in answers}
+    known = [answer.p for answer in answers if not math.isnan(answer.p)]
+    least = max(answers, key=lambda one: (one.supported is not True, one.p if not math.isnan(one.p) else 2.0))
+    return Finding(
+        claim=claim,
+        supported=said.pop() if len(said) == 1 else None,
+        effect=float(np.nanmean([answer.effect for answer in answers]))
+        if any(not math.isnan(answer.effect) for answer in answers)
+        else math.nan,
+        p=max(known) if len(known) == len(answers) else math.nan,
+        says=least.says if len(answers) == 1 else f"of {len(answers)} trainings the least clear: {least.says}",
+        among="gradients",
+    )
+
+
+def beyond_untrained(blocks: Blocks, energies: Blocks, before: Blocks, energies_before: Blocks) -> float:
+    """p that the excess of some block grew since step 0 (Simes), from the intervals of the two energies."""
+    p_values = []
+    for site in blocks.keys() & before.keys() & energies.keys() & energies_before.keys():
+        ends = [(one[site]["low"], one[site]["high"]) for one in (energies, energies_before)]
+        if any(end is None for pair in ends for end in pair):
+            continue
+        error = math.hypot(*((high - low) / (2 * stats.norm.ppf(0.975)) for low, high in ends))
+        grown = blocks[site]["value"] - before[site]["value"]
+        p_values.append(float(stats.norm.sf(grown / error)) if error > 0 else math.nan)
+    return simes(p_values)
+
+
+def _cleared(course: Course, metric: str, chance: float, *, held_against_untrained: bool) -> np.ndarray:
+    """Adjusted p of each checkpoint: of its blocks being enriched and, by our control, more than untrained."""
+    untrained = course.checkpoints[0] if course.steps()[0] == 0 else None
+    found = []
+    for one in course.checkpoints:
+        blocks = one.get(metric, {})
+        p = simes([math.nan if row["p"] is None else row["p"] for row in blocks.values()])
+        values = [row["value"] for row in blocks.values() if not math.isnan(row["value"])]
+        if not values or float(np.mean(values)) <= chance:
+            p = 1.0 if values else math.nan
+        elif held_against_untrained and untrained is not None:
+            same = one is untrained
+            grown = (
+                1.0
+                if same
+                else beyond_untrained(
+                    blocks,
+                    one.get("tangent_energy", {}),
+                    untrained.get(metric, {}),
+                    untrained.get("tangent_energy", {}),
+                )
+            )
+            p = max(p, grown) if not math.isnan(grown) else math.nan
+        found.append(p)
+    return np.array(benjamini_hochberg(found))
+
+
+def _when(course: Course, p_values: np.ndarray, how: Resampling, nothing: str) -> Answer | None:
+    steps = course.steps()
+    if len(steps) < MIN_CHECKPOINTS or any(step is None for step in steps):
+        return None
+    places = np.array(steps, float) / max(step or 0 for step in steps)
+    enriched = p_values <= 1 - how.level
+    early = places <= EARLY
+    if not enriched.any():
+        return Answer(supported=None, effect=math.nan, p=float(np.nanmin(p_values, initial=1.0)), says=nothing)
+    first = int(enriched.argmax())
+    p = float(np.nanmin(p_values[early])) if early.any() and not np.isnan(p_values[early]).all() else math.nan
+    return Answer(
+        supported=bool(early[first]),
+        effect=float(places[first]),
+        p=p,
+        says=f"the first enriched checkpoint is step {steps[first]}, at {number(places[first])} of the training",
+    )
+
+
+def _lasts(course: Course, p_values: np.ndarray, how: Resampling) -> Answer | None:
+    enriched = p_values <= 1 - how.level
+    if len(enriched) < MIN_CHECKPOINTS or not enriched.any() or enriched.argmax() == len(enriched) - 1:
+        return None
+    first = int(enriched.argmax())
+    share = float(enriched[first + 1 :].mean())
+    supported = None
+    if share >= PERSISTENT and enriched[-1]:
+        supported = True
+    elif not enriched[-1]:
+        supported = False
+    later = counted(int(enriched[first + 1 :].sum()), "checkpoint")
+    return Answer(
+        supported=supported,
+        effect=share,
+        p=float(p_values[-1]),
+        says=f"{later} of {len(enriched) - first - 1} after step {course.steps()[first]} are enriched",
+    )
+
+
+def _emerges(course: Course, how: Resampling) -> Answer | None:
+    return _when(course, _cleared(course, "tangent_excess", 0.0, held_against_untrained=True), how, _NO_MORE)
+
+
+def _emerges_by_paper(course: Course, how: Resampling) -> Answer | None:
+    return _when(course, _cleared(course, "normal_ratio", 1.0, held_against_untrained=False), how, _NONE)
+
+
+def _persists(course: Course, how: Resampling) -> Answer | None:
+    return _lasts(course, _cleared(course, "tangent_excess", 0.0, held_against_untrained=True), how)
+
+
+def _persists_by_paper(course: Course, how: Resampling) -> Answer | None:
+    return _lasts(course, _cleared(course, "normal_ratio", 1.0, held_against_untrained=False), how)
+
+
+def _grows_with_frequency(course: Course, how: Resampling) -> Answer | None:
+    rows = [row for row in course.last.get("tangent_frequency_trend", {}).values() if row["p"] is not None]
+    known = [row for row in rows if not math.isnan(row["value"])]
+    if not known:
+        return None
+    effect = float(np.mean([row["value"] for row in known]))
+    up, down = simes([row["p"] for row in known]), simes([1 - row["p"] for row in known])
+    supported = None
+    if up <= 1 - how.level and effect > 0:
+        supported = True
+    elif down <= 1 - how.level and effect < 0:
+        supported = False
+    return Answer(
+        supported=supported,
+        effect=effect,
+        p=up,
+        says=f"Spearman's correlation of a type's frequency and its tangent energy is {number(effect)} on average",
+    )
+
+
+def _attenuated(course: Course, how: Resampling) -> Answer | None:
+    rows = list(course.last.get("frequency_attenuation", {}).values())
+    known = [row for row in rows if not math.isnan(row["value"]) and row["low"] is not None and row["value"] > 0]
+    if not rows:
+        return None
+    effect = float(np.mean([row["value"] for row in known])) if known else math.nan
+    below, above = [], []
+    for row in known:
+        if row["low"] > 0 and math.isfinite(row["high"]):
+            error = (math.log(row["high"]) - math.log(row["low"])) / (2 * stats.norm.ppf(0.975))
+            z = math.log(row["value"]) / error if error > 0 else 0.0
+            below.append(float(stats.norm.cdf(z)))
+            above.append(float(stats.norm.sf(z)))
+    p = simes(below)
+    supported = None
+    if p <= 1 - how.level and effect < 1:
+        supported = True
+    elif simes(above) <= 1 - how.level and effect > 1:
+        supported = False
+    where = f"in the {counted(len(known), 'block')} of {len(rows)} that can tell"
+    return Answer(
+        supported=supported, effect=effect, p=p, says=f"V(frequency) over V(uniform) is {number(effect)} {where}"
+    )
+
+
+def _kinds_differ(families: Mapping[tuple, Sequence[Course]], how: Resampling) -> Iterator[tuple[Subject, Finding]]:
+    """Mean excess of the last checkpoints, encoders against decoders, a training each."""
+    places: dict[tuple, dict[str, dict[str, float]]] = defaultdict(lambda: defaultdict(dict))
+    for courses in families.values():
+        for one in courses:
+            values = [row["value"] for row in one.last.get("tangent_excess", {}).values()]
+            values = [value for value in values if not math.isnan(value)]
+            if values and one.kind in ("encoder", "decoder"):
+                places[one.place][one.kind][one.model] = float(np.mean(values))
+    for place, kinds in sorted(places.items(), key=lambda item: [part or "" for part in item[0]]):
+        encoders, decoders = (kinds.get(kind, {}) for kind in ("encoder", "decoder"))
+        if min(len(encoders), len(decoders)) < MIN_MODELS:
+            continue
+        bounds = welch(list(decoders.values()), list(encoders.values()), level=how.level)
+        subject = _subject("decoders and encoders", [*encoders, *decoders], "tangent_excess", place, "model")
+        apart = bounds.low > 0 or bounds.high < 0
+        yield (
+            subject,
+            Finding(
+                claim="encoders and decoders differ in enrichment",
+                supported=True if apart else None,
+                effect=bounds.effect,
+                interval=bounds.interval,
+                p=min(1.0, min(bounds.p_above, bounds.p_below)),
+                says=f"the excess of decoders is {number(bounds.effect)} above that of encoders",
+                among="gradients",
+            ),
+        )

@@ -1,0 +1,160 @@
+"""What reads concepts: `concepts`."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from anisoscope.commands.shared import Debug, Json, app, open_run, reporting
+from anisoscope.errors import SpecError
+
+if TYPE_CHECKING:
+    from anisoscope.store import Store
+    from anisoscope.tracks import ConceptHistory
+
+_OF_CHECKPOINTS = ("model", "revision", "weights", "step", "proxy_from")
+# Tokens and contexts in a printed table; JSON has them all.
+SHOWN_TOKENS, SHOWN_CONTEXTS = 6, 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traced:
+    """The concepts of a model at a site."""
+
+    model: str
+    corpus: str
+    stack: str | None
+    site: str
+    revisions: tuple[str | None, ...]
+    history: "ConceptHistory"
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything: the last table, the tracks, and a row per track and checkpoint."""
+        names = ("model", "corpus", "stack", "site")
+        return {
+            **{name: getattr(self, name) for name in names},
+            "revisions": list(self.revisions),
+            "concepts": self.history.concepts(),
+            "tracks": self.history.lives(),
+            "rows": self.history.rows(),
+        }
+
+
+@app.command()
+def concepts(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
+    site: Annotated[str, typer.Option(help="Site, or glob over sites.")] = "*",
+    model: Annotated[str | None, typer.Option(help="Only this model, or run.")] = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Show the concepts of a run's sites, and how they were born, turned and died over its checkpoints.
+
+    Example: anisoscope concepts runs/pythia --site block.3
+    """
+    with reporting(debug):
+        found = list(trace_concepts(open_run(run), site, model))
+        if not found:
+            raise SpecError(f"no concepts at {site} in {run}; measure with --metrics concepts")
+        if as_json:
+            print(json.dumps([one.as_json() for one in found], ensure_ascii=False))
+        else:
+            for one in found:
+                print_concepts(one)
+
+
+def trace_concepts(store: "Store", site: str, model: str | None) -> Iterator[Traced]:
+    """Every model and site of a store that has concepts attached, with its checkpoints in order."""
+    from anisoscope.records import site_order
+    from anisoscope.store import name_trainings
+    from anisoscope.tracks import PREFIX, read_history
+
+    table = name_trainings(store.table()).select(["key", "model", "corpus", "step", "revision", "metric"])
+    units: dict[str, dict[str, Any]] = {}
+    for row in table.to_pylist():
+        if row["metric"].startswith("concept_") and model in (None, row["model"]):
+            units.setdefault(row["key"], row)
+    trainings: dict[tuple[str, str], list[str]] = {}
+    for key, row in units.items():
+        # Checkpoints of one training differ in these alone; what was measured otherwise is another story.
+        rest = {name: value for name, value in store.spec(key).items() if name not in _OF_CHECKPOINTS}
+        trainings.setdefault((row["model"], json.dumps(rest, sort_keys=True)), []).append(key)
+    for keys in trainings.values():
+        attached = {key: store.attachment(key) for key in keys}
+        ending = ".directions"
+        prefixes = {
+            one.removesuffix(ending)
+            for arrays in attached.values()
+            for one in arrays
+            if one.startswith(PREFIX) and one.endswith(ending)
+        }
+        places = [(*prefix.removeprefix(PREFIX).partition("/")[::2], prefix) for prefix in prefixes]
+        for stack, place, prefix in sorted(places, key=lambda one: (one[0], site_order(one[1]))):
+            having = [key for key, arrays in attached.items() if f"{prefix}{ending}" in arrays]
+            if fnmatchcase(place, site):
+                yield Traced(
+                    model=units[having[0]]["model"],
+                    corpus=units[having[0]]["corpus"],
+                    stack=stack or None,
+                    site=place,
+                    revisions=tuple(units[key]["revision"] for key in having),
+                    history=read_history(
+                        [attached[key] for key in having], [units[key]["step"] for key in having], prefix
+                    ),
+                )
+
+
+def print_concepts(traced: Traced) -> None:
+    """The last checkpoint as a table and, where there are several, the tracks."""
+    from rich.table import Table
+    from rich.text import Text
+
+    from anisoscope.printing import format_value, open_console
+
+    console, history = open_console(), traced.history
+    steps = history.steps
+    where = f"{traced.model}, {traced.stack + ' ' if traced.stack else ''}{traced.site}, {traced.corpus}"
+    console.print(f"\n{where}: concepts at step {steps[-1]}" if len(steps) > 1 else f"\n{where}")
+    table = Table(box=None, pad_edge=False)
+    for name in ("concept", "of gradients", "of codes", "sparsity", "replication", "tokens", "in context"):
+        table.add_column(name)
+
+    def number(value: float | None) -> str:
+        return format_value(float("nan") if value is None else value)
+
+    for row in history.concepts():
+        names = ("share_of_energy", "share_of_codes", "sparsity", "replication")
+        contexts = "  ".join(row["contexts"][:SHOWN_CONTEXTS])
+        cells = [str(row["concept"]), *(number(row[name]) for name in names), _listed(row["top_tokens"]), contexts]
+        table.add_row(*(Text(cell) for cell in cells))
+    console.print(table)
+    chance = 1 / history.tables[-1].directions.shape[1]
+    console.print(f"A direction that gradients do not know holds {format_value(chance)} of them.")
+    if len(steps) < 2:
+        return
+    lives = Table(box=None, pad_edge=False)
+    for name in ("track", "born", "died", "turned", "tokens"):
+        lives.add_column(name)
+    every = history.lives()
+    lasting = [row for row in every if row["checkpoints"] > 1]
+    for row in lasting:
+        died = "–" if row["death"] is None else str(row["death"])
+        cells = (
+            str(row["track"]),
+            str(row["birth"]),
+            died,
+            f"{row['turned_degrees']:.0f}°",
+            _listed(row["top_tokens"]),
+        )
+        lives.add_row(*(Text(cell) for cell in cells))
+    console.print(f"\nTracks over {len(steps)} checkpoints, steps {steps[0]} to {steps[-1]}:")
+    console.print(lives)
+    console.print(f"{len(every) - len(lasting)} more were seen at one checkpoint only; --json has them.")
+
+
+def _listed(tokens: list[str]) -> str:
+    return " ".join(repr(token.strip() or token)[1:-1] for token in tokens[:SHOWN_TOKENS])

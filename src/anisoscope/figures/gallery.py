@@ -1,0 +1,113 @@
+"""Every figure that a run has the rows for."""
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import pyarrow as pa
+
+from anisoscope.claims.verdicts import Verdict
+from anisoscope.errors import AnisoscopeError
+from anisoscope.figures.drawing import Chart, is_number
+from anisoscope.figures.plans import Plan, Source, sources
+from anisoscope.records import Unit
+
+SECTIONS = (
+    "profiles",
+    "dynamics",
+    "populations",
+    "final norm",
+    "dimension",
+    "alignment",
+    "curvature",
+    "weights",
+    "verdicts",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figure:
+    """A figure that can be drawn, with the numbers it shows and a sentence that says what they are."""
+
+    name: str
+    """For file names and links: `profile-leading_variance`."""
+    section: str
+    """One of SECTIONS."""
+    title: str
+    caption: str
+    """What is to be seen, computed from the data."""
+    data: pa.Table
+    draw: Callable[[], Chart]
+    """Altair is loaded when this is called."""
+    error: str | None = None
+    """Why it could not be made; then data is empty and draw raises."""
+
+
+def catalogue(table: pa.Table, *, units: Iterable[Unit] = (), verdicts: Sequence[Verdict] = ()) -> list[Figure]:
+    """Every figure that a run has rows for, by section. Never raises: a figure that fails says so in its `error`.
+
+    table     of `Store.table()`
+    units     of `Store.get`, for owners of the leading axis, embedding matrices and window lengths
+    verdicts  of `judge`
+
+    Where a checkpoint was measured under several settings, the unit with most points is shown and the caption counts
+    the others. Models are at most eight to a figure: that is how many colours can be told apart.
+    """
+    made = list(_made(table, list(units), list(verdicts)))
+    return sorted(_with_own_names(made), key=lambda figure: SECTIONS.index(figure.section))
+
+
+def _made(table: pa.Table, units: Sequence[Unit], verdicts: Sequence[Verdict]) -> Iterator[Figure]:
+    try:
+        for source in sources(table, units, verdicts):
+            yield from _of_source(source)
+    except Exception as error:
+        yield _broken("figures", SECTIONS[0], "Figures of this run", error)
+
+
+def _of_source(source: Source) -> list[Figure]:
+    found: list[Figure] = []
+    try:
+        for plan in source.plans():
+            found.append(_make(plan))
+    except Exception as error:
+        found.append(_broken(source.section, source.section, f"Other figures on {source.section}", error))
+    return found
+
+
+def _make(plan: Plan) -> Figure:
+    try:
+        data = plan.data()
+        if plan.need and not any(is_number(value) for value in data[plan.need].to_pylist()):
+            raise AnisoscopeError(f"none of {len(data)} rows has a number")
+        caption = plan.caption(data)
+    except Exception as error:  # one broken figure must not take the others down
+        return _broken(plan.name, plan.section, plan.title, error)
+    return Figure(
+        name=plan.name,
+        section=plan.section,
+        title=plan.title,
+        caption=caption,
+        data=data,
+        draw=partial(plan.draw, data),
+    )
+
+
+def _broken(name: str, section: str, title: str, error: Exception) -> Figure:
+    said = str(error) if isinstance(error, AnisoscopeError) else f"{type(error).__name__}: {error}"
+
+    def draw() -> Chart:
+        raise AnisoscopeError(f"{name} could not be made: {said}")
+
+    caption = f"Could not be made: {said}"
+    return Figure(name=name, section=section, title=title, caption=caption, data=pa.table({}), draw=draw, error=said)
+
+
+def _with_own_names(figures: Iterable[Figure]) -> Iterator[Figure]:
+    """Names as file names, each once."""
+    seen: dict[str, int] = {}
+    for figure in figures:
+        name = re.sub(r"[^\w.+-]+", "-", figure.name).strip("-.") or "figure"
+        seen[name] = seen.get(name, 0) + 1
+        yield replace(figure, name=name if seen[name] == 1 else f"{name}-{seen[name]}")

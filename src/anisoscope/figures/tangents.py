@@ -1,0 +1,248 @@
+"""Gradients against tangent spaces: with every control, and by token frequency."""
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from anisoscope.errors import SpecError
+from anisoscope.figures.drawing import (
+    HIGH,
+    NARROW,
+    WIDE,
+    Chart,
+    chart_rows,
+    depth_axis,
+    error_bars,
+    import_altair,
+    inline,
+    is_number,
+    legend,
+    step_axis,
+    subtitle,
+    titled,
+    tooltip,
+    x_order,
+)
+from anisoscope.figures.rows import (
+    WHO,
+    Row,
+    at_last_checkpoint,
+    blocks_of,
+    listed,
+    mean_of,
+    number_checkpoints,
+    place_along,
+    several_settings,
+    table_of,
+)
+from anisoscope.store import name_trainings
+
+# The hardest control that applies is another from block to block; the paper's is always there (docs/tangent.md).
+ENERGY, HARDEST, NORMALS = QUANTITIES = ("tangent energy", "hardest control", "random normals")
+CONTROLLED = ("tangent_excess", "normal_ratio", "tangent_gain")
+_HOW = ("gradient", "proxy", "variant", "rank")
+_POINT = ("quantity", "control", "position", "label", "depth", "blocks", "value", "low", "high", "p", "significant")
+_ALIGNMENT = (*WHO, *_HOW, *_POINT)
+_BINS = (*WHO, *_HOW, "site", "depth", "bin", "value", "low", "high", "points")
+
+
+def alignment_data(
+    table: pa.Table,
+    *,
+    model: str,
+    population: str = "all",
+    variant: str = "mean=in",
+    axis: str = "step",
+    corpus: str | None = None,
+    keys: Collection[str] | None = None,
+) -> pa.Table:
+    """Energy of gradients in the tangent proxy, and what each control puts there, for each gradient and proxy.
+
+    axis         step, tokens or checkpoint: means over the blocks as training goes on; depth: blocks of the last one
+    quantity     `tangent energy`; the value of the `hardest control`, which `control` names; that of `random normals`,
+                 the paper's control
+    low, high    the energy's own interval, where there is one block to a point
+    p            against that control; over blocks the median
+    significant  of how many `blocks` p is at most .05
+    """
+    rows = _aligned(table, model=model, population=population, variant=variant, corpus=corpus, keys=keys)
+    found = [quantity for row in rows for quantity in _quantities(row)]
+    if not found:
+        raise SpecError(f"wanted tangent_energy of {model} [{population}, {variant}] at blocks; there is none")
+    points: dict[tuple[Any, ...], dict[str, Row]] = {}
+    for row in found:
+        where = () if axis != "depth" else (row["site"],)
+        name = (*(row[part] for part in ("corpus", "stack", "gradient", "proxy", "checkpoint", "quantity")), *where)
+        twin = points.setdefault(name, {}).setdefault(row["site"], row)
+        if twin["key"] != row["key"]:
+            raise SpecError(several_settings(twin, row))
+    means = [_mean_of_quantity(list(blocks.values())) for blocks in points.values()]
+    if axis == "depth":
+        means = [{**row, "position": row["depth"], "label": row["site"]} for row in at_last_checkpoint(means)]
+    else:
+        means = place_along(means, axis)
+    means.sort(
+        key=lambda row: (row["gradient"], row["proxy"], row["quantity"] != ENERGY, row["quantity"], row["position"])
+    )
+    return table_of(means, _ALIGNMENT, own_intervals=True)
+
+
+def alignment_bins_data(
+    table: pa.Table,
+    *,
+    model: str,
+    population: str = "all",
+    variant: str | None = None,
+    corpus: str | None = None,
+    keys: Collection[str] | None = None,
+) -> pa.Table:
+    """Tangent energy by bin of token frequency, rarest first, at the blocks of a model's last checkpoint."""
+    rows = _aligned(table, model=model, population=population, variant=variant, corpus=corpus, keys=keys, bins=True)
+    rows = [row for row in rows if row["metric"] == "tangent_energy"]
+    if not rows:
+        raise SpecError(f"wanted tangent_energy of {model} [{population}] by bin; there is none")
+    last = at_last_checkpoint(rows)
+    last.sort(key=lambda row: (row["gradient"], row["proxy"], row["variant"] or "", row["depth"], row["bin"]))
+    return table_of(last, _BINS, own_intervals=True)
+
+
+def _aligned(
+    table: pa.Table,
+    *,
+    model: str,
+    population: str,
+    variant: str | None,
+    corpus: str | None,
+    keys: Collection[str] | None,
+    bins: bool = False,
+) -> list[Row]:
+    table = name_trainings(table)
+    wanted = pc.field("metric").isin(["tangent_energy", *CONTROLLED]) & (pc.field("model") == model)
+    wanted = wanted & (pc.field("bin").is_valid() if bins else pc.field("bin").is_null())
+    wanted = wanted & (pc.field("variant") == variant) if variant is not None else wanted
+    rows = narrowed(table.filter(wanted), population=population, corpus=corpus, keys=keys)
+    if not rows:
+        return []
+    number_checkpoints(rows)
+    return blocks_of(rows)
+
+
+def narrowed(table: pa.Table, *, population: str | None, corpus: str | None, keys: Collection[str] | None) -> list[Row]:
+    """The rows of one population, corpus or set of units, where one is named."""
+    for column, names in (("population", population), ("corpus", corpus)):
+        table = table if names is None else table.filter(pc.field(column) == names)
+    return (table if keys is None else table.filter(pc.field("key").isin(list(keys)))).to_pylist()
+
+
+def _quantities(row: Row) -> Iterable[Row]:
+    if row["metric"] == "tangent_energy":
+        yield {**row, "quantity": ENERGY}
+    elif row["control"] and is_number(row["control_value"]):
+        quantity = NORMALS if row["metric"] == "normal_ratio" else HARDEST
+        bare = {"low": None, "high": None, "metric": "tangent_energy"}
+        yield {**row, **bare, "value": row["control_value"], "quantity": quantity}
+
+
+def _mean_of_quantity(blocks: Sequence[Row]) -> Row:
+    known = [row for row in blocks if is_number(row["value"])]
+    tested = sorted(row["p"] for row in known if is_number(row["p"]))
+    alone = {} if len(blocks) == 1 else {"low": None, "high": None}
+    return {
+        **blocks[0],
+        **alone,
+        "value": mean_of([row["value"] for row in known]),
+        "control": ", ".join(sorted({row["control"] for row in blocks if row["control"]})) or None,
+        "blocks": len(known),
+        "p": tested[len(tested) // 2] if tested else None,
+        "significant": sum(p <= 0.05 for p in tested) if tested else None,
+    }
+
+
+def alignment(table: pa.Table, *, model: str, axis: str = "step", **choice: Any) -> Chart:
+    """Draw `alignment_data`: a panel for each gradient and proxy, a line for the energy and each control."""
+    return draw_alignment(alignment_data(table, model=model, axis=axis, **choice), axis=axis)
+
+
+def alignment_bins(table: pa.Table, *, model: str, **choice: Any) -> Chart:
+    """Draw `alignment_bins_data`: a panel for each gradient and proxy, a line for each block."""
+    return draw_alignment_bins(alignment_bins_data(table, model=model, **choice))
+
+
+def draw_alignment(data: pa.Table, *, axis: str = "step") -> Chart:
+    """Panels of gradients and proxies; controls in other colours than the energy, and dashed."""
+    alt = import_altair()
+    rows = data.to_pylist()
+    names = [name for name in QUANTITIES if any(row["quantity"] == name for row in rows)]
+    colour = alt.Color("quantity:N", scale=alt.Scale(domain=names), legend=legend(names))
+    dash = alt.StrokeDash(
+        "quantity:N",
+        scale=alt.Scale(domain=names, range=[[1, 0] if name == ENERGY else [5, 2] for name in names]),
+        legend=None,
+    )
+    shown = ("quantity", "control", "label", "value", "low", "high", "p", "significant", "blocks")
+    x = depth_axis("position") if axis == "depth" else step_axis(rows, axis, fine=False)
+
+    def panel(mine: Sequence[Row]) -> Any:
+        drawn = chart_rows(mine, (*shown, "position"))
+        base = alt.Chart(inline(drawn))
+        scale = alt.Scale(zero=True)
+        y = alt.Y("value:Q", title="share of gradient energy", scale=scale, axis=alt.Axis(tickCount=5))
+        line = base.mark_line(strokeWidth=1.8).encode(x=x, y=y, color=colour, strokeDash=dash, order=x_order(x))
+        dots = base.mark_point(filled=True, size=34, opacity=1).encode(x=x, y=y, color=colour, tooltip=tooltip(*shown))
+        return alt.layer(error_bars(drawn, x, colour, scale), line, dots)
+
+    where = "at the blocks" if axis == "depth" else "mean of the blocks, as training goes on"
+    head = f"tangent_energy and its controls, {where}, population {rows[0]['population']}"
+    hardest = sorted({name for row in rows if row["quantity"] == HARDEST for name in row["control"].split(", ")})
+    said = f" · hardest control: {', '.join(hardest)}" if hardest else ""
+    return titled(_grid(rows, panel), head, subtitle(data), f"rank {_ranks(rows)} · {rows[0]['variant']}{said}")
+
+
+def draw_alignment_bins(data: pa.Table) -> Chart:
+    """Panels of gradients and proxies; bins to the right, from rare tokens to frequent ones."""
+    alt = import_altair()
+    rows = data.to_pylist()
+    sites = list(dict.fromkeys(row["site"] for row in sorted(rows, key=lambda row: row["depth"] or 0.0)))
+    scheme = alt.Scale(domain=sites, scheme=alt.SchemeParams("viridis", extent=[0.0, 0.9]))
+    colour = alt.Color("site:O", scale=scheme, sort=sites, legend=legend(sites))
+    shown = ("site", "bin", "value", "low", "high", "points")
+    most = max(row["bin"] for row in rows)
+    axis = alt.Axis(title="bin of token frequency, rarest first", format="d", tickMinStep=1)
+    x = alt.X("bin:Q", scale=alt.Scale(domain=[-0.4, most + 0.4], nice=False), axis=axis)
+
+    def panel(mine: Sequence[Row]) -> Any:
+        drawn = chart_rows(mine, shown)
+        base = alt.Chart(inline(drawn))
+        scale = alt.Scale(zero=False)
+        y = alt.Y("value:Q", title="tangent_energy", scale=scale, axis=alt.Axis(tickCount=5))
+        line = base.mark_line(strokeWidth=1.6).encode(x=x, y=y, color=colour, order=x_order(x))
+        dots = base.mark_point(filled=True, size=30, opacity=1).encode(x=x, y=y, color=colour, tooltip=tooltip(*shown))
+        return alt.layer(error_bars(drawn, x, colour, scale), line, dots)
+
+    head = f"tangent_energy at the blocks by token frequency, population {rows[0]['population']}"
+    return titled(_grid(rows, panel), head, subtitle(data), f"rank {_ranks(rows)} · bars: 95 % intervals")
+
+
+def _ranks(rows: Sequence[Row]) -> str:
+    return listed({row["rank"] for row in rows if row["rank"] is not None})
+
+
+def _grid(rows: Sequence[Row], panel: Any) -> Any:
+    """Panels for each gradient, with its proxies beside one another."""
+    alt = import_altair()
+    lines = []
+    variants = {row["variant"] for row in rows}
+    for gradient in dict.fromkeys(row["gradient"] for row in rows):
+        here = [row for row in rows if row["gradient"] == gradient]
+        places = list(dict.fromkeys((row["proxy"], row["variant"]) for row in here))
+        line = []
+        for proxy, variant in places:
+            mine = [row for row in here if (row["proxy"], row["variant"]) == (proxy, variant)]
+            text = f"{gradient} gradients, {proxy}" + (f", {variant}" if len(variants) > 1 else "")
+            head = alt.TitleParams(text=text, fontSize=11, fontWeight="normal", offset=4)
+            width = NARROW if len(places) > 1 else WIDE
+            line.append(panel(mine).properties(width=width, height=HIGH - 50, title=head))
+        lines.append(alt.hconcat(*line, spacing=14))
+    return alt.vconcat(*lines, spacing=14).resolve_scale(color="shared", strokeDash="shared")

@@ -1,0 +1,101 @@
+"""A probe in a model: the states of one half, states and gradients of the other, each computed once for every analysis.
+
+Whatever is fitted is fitted on the fit half and tested on the test half, which share no document.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from anisoscope.capture import capture
+from anisoscope.cloud import Tokens, select_population
+from anisoscope.estimates import judge, summarize
+from anisoscope.gauge import seed_for
+from anisoscope.gradients import ProbeGradients, capture_gradients, tokens_of
+from anisoscope.metrics import Metric
+from anisoscope.models import Model
+from anisoscope.probes import Probe
+from anisoscope.records import Estimate, Site, Spec
+
+FORWARD_TOKENS = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbeRow:
+    """One number, and the columns that tell it from others."""
+
+    site: Site
+    population: str
+    metric: Metric
+    answer: Estimate
+    columns: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        metric: Metric,
+        view: Any,
+        *,
+        site: Site,
+        population: str,
+        points: int,
+        dim: int,
+        note: str | None = None,
+        settings: Mapping[str, Any] | None = None,
+        **columns: Any,
+    ) -> "ProbeRow":
+        """The metric of a view: NaN with the reason where the data forbid it, and with what else is to be noted."""
+        answer = summarize([judge(metric, metric(view), points, 0, dim, settings or {})], metric, dim, settings or {})
+        notes = (answer.note if math.isnan(answer.value) else None, note)
+        answer = replace(answer, note="; ".join(part for part in notes if part) or None)
+        return cls(site=site, population=population, metric=metric, answer=answer, columns=columns)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Probed:
+    """What a model makes of a probe. Nothing is run before it is asked for."""
+
+    model: Model
+    probe: Probe
+    sites: tuple[Site, ...]
+    spec: Spec
+    batch_size: int | None = None
+
+    @cached_property
+    def gradients(self) -> ProbeGradients:
+        """States and gradients of the test half at every site."""
+        seeds = [seed_for(self.spec.seed, window, 2) for window in range(len(self.probe.test.token_ids))]
+        return capture_gradients(self.model, self.probe.test, self.sites, seeds=seeds, batch_size=self.batch_size)
+
+    @cached_property
+    def fit_states(self) -> dict[Site, Float[Tensor, "n d"]]:
+        """States of the fit half at every site, as the model reads plain text."""
+        return dict(self._states(torch.from_numpy(self.probe.fit.token_ids)))
+
+    def _states(self, ids: Int[Tensor, "w t"]) -> Iterator[tuple[Site, Float[Tensor, "n d"]]]:
+        size = self.batch_size or max(1, FORWARD_TOKENS // ids.shape[1])
+        parts: dict[Site, list[Tensor]] = {site: [] for site in self.sites}
+        for part in ids.split(size):
+            for site, state in capture(self.model, part, self.sites).states.items():
+                parts[site].append(state.flatten(0, 1).float())
+        for site in self.sites:
+            yield site, torch.cat(parts.pop(site))
+
+    def fit_tokens(self, device: torch.device) -> Tokens:
+        """What is known of the tokens of the fit half."""
+        return tokens_of(self.probe.fit, device)
+
+    def members(self, population: str, states: Float[Tensor, "n d"], tokens: Tokens) -> Int[Tensor, " m"]:
+        """The rows that a population keeps."""
+        return select_population(population, states, tokens, typical_k=self.spec.typical_k, seed=self.spec.seed)
+
+    def log_frequency(self, types: Int[Tensor, " n"]) -> Float[Tensor, " n"]:
+        """Of token ids, counted in other documents than those of the test half: log of the share of all tokens."""
+        known = torch.from_numpy(self.probe.log_frequency).to(types.device)
+        return known[types]

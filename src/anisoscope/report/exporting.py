@@ -1,0 +1,68 @@
+"""A report as a file: the page, its figures as pictures, its table as CSV or Parquet."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow.parquet as pq
+
+from anisoscope.errors import SpecError, StoreError
+from anisoscope.report.gathering import Report, gather
+from anisoscope.report.packing import table_to_csv
+from anisoscope.report.page import plain_name, render
+
+PICTURES = ("png", "svg", "pdf")
+TABLES = ("csv", "parquet")
+FORMATS = ("html", *PICTURES, *TABLES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Written:
+    """What came of it."""
+
+    report: Report
+    path: Path
+    """A file, or the folder of the pictures."""
+    count: int
+    """Files written."""
+    failed: tuple[str, ...]
+    """Figures that could not be drawn, each with its reason."""
+
+
+def write_report(folders: Sequence[Path], output: Path | None = None, *, how: str = "html", seed: int = 0) -> Written:
+    """Gather and write; `output` is a file, and for pictures a folder."""
+    if how not in FORMATS:
+        raise SpecError(f"a report is written as {', '.join(FORMATS)}; came {how!r}")
+    path = output or Path("figures" if how in PICTURES else f"table.{how}" if how in TABLES else "report.html")
+    if how not in PICTURES and path.is_dir():
+        raise SpecError(f"{path} is a folder, and {how} is one file: name a file with -o")
+    report = gather(folders, seed=seed, drawn=how not in TABLES)
+    if not report.table.num_rows:
+        raise StoreError(f"there are no finished units in {', '.join(map(str, folders))}")
+    try:
+        (path if how in PICTURES else path.parent).mkdir(parents=True, exist_ok=True)
+        if how in PICTURES:
+            return _write_pictures(report, path, how)
+        if how == "parquet":
+            pq.write_table(report.table, path, compression="zstd")
+        else:
+            data = table_to_csv(report.table, values=True) if how == "csv" else render(report).encode()
+            path.write_bytes(data)
+    except OSError as error:
+        raise StoreError(f"cannot write {path}: {error}") from error
+    return Written(report=report, path=path, count=1, failed=())
+
+
+def _write_pictures(report: Report, folder: Path, how: str) -> Written:
+    from anisoscope.figures import save
+
+    count, failed = 0, []
+    for shown in report.runs:
+        for figure in shown.figures:
+            name = plain_name(f"{shown.run.name}-{figure.name}" if len(report.runs) > 1 else figure.name)
+            try:
+                save(figure.draw(), folder / f"{name}.{how}")
+                count += 1
+            except Exception as error:  # one broken figure must not take the others down
+                failed.append(f"{figure.name}: {error}")
+    return Written(report=report, path=folder, count=count, failed=tuple(failed))
