@@ -1,8 +1,9 @@
 """Draw the figures of the documentation from the stored runs of this repository: python scripts/make_figures.py
 
-Runs: docs/runs/pocket (six trainings, measured live), docs/runs/pocket-sites (the two pocket models at every site, with
-owners, embedding matrices and several window lengths) and docs/runs/pocket-alignment (gradients of one training). The
-last two were made with
+Runs: docs/runs/large (two trainings of 250 M tokens, 12 blocks x 512, measured live), docs/runs/pocket (six small ones,
+measured live), docs/runs/pocket-sites (the two pocket models at every site, with owners, embedding matrices and several
+window lengths), docs/runs/pocket-alignment and docs/runs/pocket-alignment-encoder (gradients of two trainings). The
+last three were made with
 
     for model in pocket-decoder pocket-encoder:
         anisoscope measure MODEL --tokens 16384 --seq-len 256 -o docs/runs/pocket-sites --owners
@@ -15,11 +16,12 @@ last two were made with
     for step in 0 16 64 256 1024 4096:
         anisoscope measure pocket-decoder@stepSTEP --tokens 8192 --seq-len 128 -o docs/runs/pocket-alignment
                            --metrics alignment,loss --populations all --sites 'block.*'
+        the same with pocket-encoder and docs/runs/pocket-alignment-encoder
 """
 
 import argparse
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from PIL import Image
@@ -49,6 +51,19 @@ SHOWN = {
         "embeddings-unembed.weight-pocket-decoder-step4096",
     ),
     "pocket-alignment": ("alignment-pocket-decoder-pydoc-all-mean-in",),
+    "pocket-alignment-encoder": ("alignment-pocket-encoder-pydoc-all-mean-in",),
+    "large": (
+        "dynamics-leading_variance",
+        "dynamics-mean_cosine",
+        "dynamics-twonn",
+        "profile-leading_variance",
+        "profile-mean_cosine",
+        "profile-twonn",
+        "heatmap-leading_variance-large-decoder",
+        "heatmap-leading_variance-large-encoder",
+        "heatmap-mean_cosine-large-decoder",
+        "steps-twonn-large-decoder",
+    ),
 }
 
 
@@ -56,13 +71,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Draw the figures of the documentation.")
     parser.add_argument("-o", "--out", type=Path, default=DOCS / "figures")
     parser.add_argument("--format", choices=figures.FORMATS, default="png")
+    parser.add_argument("--run", action="append", choices=SHOWN, help="Only the figures of this run; may be repeated.")
     arguments = parser.parse_args()
-    for run, figure in find_figures():
+    for run, figure in find_figures(arguments.run or SHOWN):
         begun = time.perf_counter()
-        path = figures.save(figure.draw(), arguments.out / f"{figure.name}.{arguments.format}")
+        path = figures.save(figure.draw(), arguments.out / f"{file_name(run, figure.name)}.{arguments.format}")
         if arguments.format == "png":
             shrink(path)
         print(f"{path}  {time.perf_counter() - begun:.1f} s  {run}: {figure.caption}")
+
+
+def file_name(run: str, figure: str) -> str:
+    """The large models' profile is not to overwrite the pocket models' one."""
+    return f"large-{figure}" if run == "large" and "large" not in figure else figure
 
 
 def shrink(path: Path) -> None:
@@ -72,11 +93,11 @@ def shrink(path: Path) -> None:
     small.save(path, optimize=True)
 
 
-def find_figures() -> Iterator[tuple[str, figures.Figure]]:
+def find_figures(runs: Iterable[str] = tuple(SHOWN)) -> Iterator[tuple[str, figures.Figure]]:
     """The figures shown, each with the name of its run; refused where a run no longer has one."""
-    for run, wanted in SHOWN.items():
-        store = Store(DOCS / "runs" / run)
-        table, few = store.table(), run != "pocket"
+    for run in runs:
+        wanted, store = SHOWN[run], Store(DOCS / "runs" / run)
+        table, few = store.table(), run not in ("pocket", "large")
         units = [store.get(key) for key in sorted(store.keys())] if few else []
         found = figures.catalogue(table, units=units, verdicts=judge(table) if run == "pocket" else ())
         there = {figure.name: figure for figure in found if figure.error is None}

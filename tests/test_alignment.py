@@ -129,7 +129,7 @@ def test_what_cannot_be_asked_is_refused(decoder: Model) -> None:
         an.measure(spec_for(proxy="ica"), model=decoder, progress=False)
     with pytest.raises(SpecError, match="controls are type_disjoint"):
         an.measure(spec_for(controls=("shuffled",)), model=decoder, progress=False)
-    with pytest.raises(SpecError, match="needs a model, not a matrix"):
+    with pytest.raises(SpecError, match="give grads="):
         an.estimate(np.eye(4), ["tangent_excess"])
 
 
@@ -284,3 +284,39 @@ def test_references_to_earlier_units_are_written_and_read_back() -> None:
     assert len(many["frozen"]) == 8
     assert many["frozen"][0] == 0
     assert many["frozen"][-1] == 99
+
+
+def test_matrices_of_your_own_give_what_the_walk_gives(decoder: Model) -> None:
+    spec = spec_for(tokens=128 * 32)
+    probe = draw_probe(spec, decoder.tokenizer, load_corpus("pydoc"))
+    both = capture_gradients(decoder, probe.windows, [SITE])
+    states, gradients = both.sites[SITE].values, both.sites[SITE].gradients
+    given = {"grads": gradients, "windows": both.windows, "rank": 8}
+    found = an.estimate(states, ["tangent_excess", "normal_ratio", "tangent_anisotropy_share"], **given)
+    assert found["tangent_excess"].value > 0
+    assert (found["tangent_excess"].control, found["tangent_excess"].p) == ("permuted", pytest.approx(1 / 200))
+    assert found["normal_ratio"].value > 2
+    assert found["tangent_anisotropy_share"].control == "normal"
+    uncoupled = an.estimate(states.numpy(), "tangent_energy", grads=gradients.numpy(), rank=8, gradient="activation")
+    assert 8 / 112 < uncoupled["tangent_energy"].value < 1
+    ids = both.tokens.ids
+    known = np.exp(probe.log_frequency)[ids.numpy()]
+    typed = an.estimate(states, ["type_dispersion", "leading_variance"], token_ids=ids, frequencies=known)
+    assert -1 <= typed["type_dispersion"].value <= 1
+    assert 0 < typed["leading_variance"].value < 1
+    trend = an.estimate(states, "tangent_frequency_trend", token_ids=ids, frequencies=known, **given)
+    assert trend["tangent_frequency_trend"].p is not None
+
+
+def test_a_matrix_without_what_it_needs_is_refused() -> None:
+    points = np.random.default_rng(0).normal(size=(256, 8))
+    with pytest.raises(SpecError, match="give windows="):
+        an.estimate(points, "tangent_excess", grads=points, rank=2)
+    with pytest.raises(SpecError, match="grads must be of the shape"):
+        an.estimate(points, "tangent_excess", grads=points[:, :4], rank=2, gradient="activation")
+    with pytest.raises(SpecError, match="give token_ids= and frequencies="):
+        an.estimate(points, "centroid_distance")
+    with pytest.raises(SpecError, match="numbers above 0"):
+        an.estimate(points, "centroid_distance", token_ids=np.arange(256), frequencies=np.zeros(256))
+    with pytest.raises(SpecError, match="gradient is virtual or activation"):
+        an.estimate(points, "tangent_excess", grads=points, gradient="weight")

@@ -33,6 +33,7 @@ COMPUTING = (
     {"gradients", "updates"},
     {"probed", "past"},
     {"alignment", "pinning", "curvature", "concepts"},
+    {"handed"},
     {"running"},
     {"walk"},
     {"counterfactuals", "drift", "live"},

@@ -82,7 +82,9 @@ def test_a_step_is_picked_on_the_command_line(tmp_path: Path) -> None:
 def test_the_demo_shows_profiles_dynamics_stages_and_verdicts(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["demo", "-o", str(tmp_path / "demo"), "--tokens", "2048"])
     assert done.exit_code == 0, done.stderr
-    assert len(Store(tmp_path / "demo").keys()) == 2 * len(STEPS)
+    assert len(Store(tmp_path / "demo").keys()) == 2 * len(STEPS) + 2 * 3
+    assert "Gradients in the tangent proxy" in done.output
+    assert (tmp_path / "demo" / "report.html").stat().st_size > 100_000
     for name in POCKET_SUITE:
         assert f"{name} @ step4096" in done.stdout
         assert f"{name}: means over blocks as training goes on" in done.stdout

@@ -241,7 +241,7 @@ class _Held:
         for name in self.gradients:
             coupled = name != "activation" and self.pairing is not None
             self.moments[name] = second_moment(self.pairing.gradient if coupled and self.pairing else self.rows)
-        self.shares = {name: _leading_share(moment) for name, moment in self.moments.items()}
+        self.shares = {name: leading_share(moment) for name, moment in self.moments.items()}
 
     def _columns(self, gradient: str, name: str, proxy: Proxy, variant: str) -> dict[str, Any]:
         return {"gradient": gradient, "proxy": name, "rank": proxy.rank, "variant": variant}
@@ -403,7 +403,8 @@ def enrichment_rows(
             )
 
 
-def _leading_share(moment: Float[Tensor, "d d"]) -> float:
+def leading_share(moment: Float[Tensor, "d d"]) -> float:
+    """λ₁ / Σλ of a second moment; NaN where it is zero."""
     total = float(moment.diagonal().sum())
     whole = moment.new_zeros(1, len(moment), 1)
     return float(leading_without(moment, whole)[0]) / total if total > 0 else math.nan

@@ -95,8 +95,14 @@ def estimate(
     gride_scales: tuple[int, ...] = (2, 4, 8, 16, 32, 64),
     neighbors: int = 20,
     isoscore_zeta: float = 0.25,
+    grads: Any = None,
     token_ids: Any = None,
+    frequencies: Any = None,
     sentences: Any = None,
+    windows: Any = None,
+    rank: int = 16,
+    proxy: str = "pca",
+    gradient: str = "virtual",
     seed: int = 0,
 ) -> dict[str, Estimate]:
     """Measure a matrix of your own: rows are points, numpy or torch, any float dtype, any device.
@@ -104,6 +110,10 @@ def estimate(
     The points are dealt in seeded random order into batches of at least `batch_points`; with fewer there is one batch
     and no spread. `token_ids` and `sentences` say, one whole number per point, which token it is and where it comes
     from, for metrics that compare occurrences.
+    For metrics of the families alignment, pinning and curvature: `grads` are the gradients of a loss at the points,
+    `windows` says which window of text each point comes from (half of them are fitted on, half tested), `frequencies`
+    how frequent its token is, `gradient` whether the coupled one (`virtual`) or the rows themselves (`activation`) are
+    tested. They are not dealt into batches.
 
     >>> import numpy as np, anisoscope as an
     >>> line = np.arange(12.0).reshape(-1, 1) * np.array([[1.0, 2.0, 2.0]])
@@ -122,6 +132,8 @@ def estimate(
         if metric.needs in _OF_MODELS:
             raise SpecError(f"{metric.name} needs a model, not a matrix of points; use measure()")
     given = {"token_ids": token_ids, "sentences": sentences}
+    handed = [metric for metric in found if metric.needs in _HANDED]
+    found = [metric for metric in found if metric.needs not in _HANDED]
     for metric in found:
         label = _LABELS.get(metric.needs)
         if label is not None and given[label] is None:
@@ -129,13 +141,30 @@ def estimate(
     matrix = _as_matrix(points)
     check_finite("points", matrix)
     ids, places = (_as_labels(name, labels, matrix) for name, labels in given.items())
+    apart: dict[str, Estimate] = {}
+    if handed:
+        # It looks at walks of a model too, which look at this room.
+        from anisoscope.handed import estimate_handed
+
+        apart = estimate_handed(
+            handed,
+            matrix,
+            grads=None if grads is None else _as_rows("grads", grads, matrix),
+            token_ids=None if token_ids is None else ids,
+            frequencies=None if frequencies is None else _as_numbers("frequencies", frequencies, matrix),
+            windows=None if windows is None else _as_labels("windows", windows, matrix),
+            rank=rank,
+            proxy=proxy,
+            gradient=gradient,
+            seed=seed,
+        )
     none = torch.zeros_like(ids)
     tokens = Tokens(ids=ids, positions=none, documents=none, special=none.bool(), sentences=places)
     count = max(1, len(matrix) // batch_points)
     batches = [index.to(matrix.device) for index in deal(len(matrix), count, seed)]
     wanted = neighbors_wanted(found, settings)
     clouds = [Cloud(points=matrix[index], tokens=tokens.take(index), neighbor_count=wanted) for index in batches]
-    return {
+    return apart | {
         metric.name: summarize(
             [evaluate(cloud, metric, settings) for cloud in clouds], metric, matrix.shape[1], settings
         )
@@ -145,7 +174,9 @@ def estimate(
 
 # Views of more than a matrix of points.
 _OF_MODELS = ("losses", "pair", "norm", "heads", "attention", "updates", "movement")
-_OF_MODELS += ("enrichment", "removal", "trend", "turn", "pinned", "curved", "concepts")
+_OF_MODELS += ("turn", "concepts")
+# Views of a matrix together with gradients, windows or frequencies.
+_HANDED = ("enrichment", "removal", "trend", "pinned", "curved")
 # Which views need to be told what the points are.
 _LABELS = {"types": "token_ids", "explained": "token_ids", "passages": "sentences"}
 
@@ -158,6 +189,21 @@ def _as_labels(name: str, labels: Any, points: Float[Tensor, "n d"]) -> Int[Tens
     if found.shape != points.shape[:1] or found.dtype.kind not in "iu":
         raise SpecError(f"{name} must be {len(points)} whole numbers; came {found.shape}, {found.dtype}")
     return torch.from_numpy(found.astype(np.int64)).to(points.device)
+
+
+def _as_rows(name: str, rows: Any, points: Float[Tensor, "n d"]) -> Float[Tensor, "n d"]:
+    matrix = _as_matrix(rows).to(points.device)
+    if matrix.shape != points.shape:
+        raise SpecError(f"{name} must be of the shape of the points, {tuple(points.shape)}; came {tuple(matrix.shape)}")
+    check_finite(name, matrix)
+    return matrix
+
+
+def _as_numbers(name: str, numbers: Any, points: Float[Tensor, "n d"]) -> Float[Tensor, " n"]:
+    found = torch.as_tensor(np.asarray(numbers.cpu() if isinstance(numbers, Tensor) else numbers, dtype=float))
+    if found.shape != points.shape[:1] or not bool((found > 0).all()):
+        raise SpecError(f"{name} must be {len(points)} numbers above 0, one per point; came shape {tuple(found.shape)}")
+    return found.to(points.device)
 
 
 def _as_matrix(points: Any) -> Float[Tensor, "n d"]:

@@ -182,6 +182,34 @@ def print_correlations(found: Sequence[Correlation]) -> None:
     console.print("Series that drift correlate by their levels whatever they are about: the differences have the p.")
 
 
+def print_enrichment(table: pa.Table, model: str) -> None:
+    """How much of a model's gradients lies in the tangent proxy, over training: means over the blocks measured."""
+    kept = (pc.field("model") == model) & pc.field("depth").is_valid() & pc.field("bin").is_null()
+    rows = table.filter(kept & (pc.field("proxy") == "pca") & (pc.field("variant") == "mean=in")).to_pylist()
+    if not rows:
+        return
+    steps = sorted({row["step"] for row in rows})
+    title = (
+        "Gradients in the tangent proxy (PCA, means over blocks): energy, chance by our control, times random normals"
+    )
+    shown = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    for name in ("gradient", "population", *(f"step {step:,}" for step in steps)):
+        shown.add_column(name, justify="left" if name in ("gradient", "population") else "right")
+    for gradient, population in dict.fromkeys((row["gradient"], row["population"]) for row in rows):
+        cells = []
+        for step in steps:
+            here = [r for r in rows if (r["gradient"], r["population"], r["step"]) == (gradient, population, step)]
+            energy, excess, ratio = (
+                [row["value"] for row in here if row["metric"] == name]
+                for name in ("tangent_energy", "tangent_excess", "normal_ratio")
+            )
+            chance = [a - b for a, b in zip(energy, excess, strict=False)]
+            means = [sum(values) / len(values) if values else math.nan for values in (energy, chance, ratio)]
+            cells.append(f"{format_value(means[0])} ({format_value(means[1])}, ×{means[2]:.3g})")
+        shown.add_row(gradient, population, *cells)
+    open_console().print(shown)
+
+
 def print_dynamics(table: pa.Table, model: str) -> None:
     """How the geometry of one model went with its training: means over blocks, and the loss."""
     console = open_console()

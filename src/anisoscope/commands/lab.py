@@ -161,8 +161,9 @@ def demo(
     with reporting(debug):
         from anisoscope.checkpoints import find_checkpoints
         from anisoscope.claims import judge
-        from anisoscope.listings import print_dynamics, print_verdicts
+        from anisoscope.listings import print_dynamics, print_enrichment, print_verdicts
         from anisoscope.printing import print_unit
+        from anisoscope.report.exporting import write_report
         from anisoscope.sources import POCKET_SUITE
         from anisoscope.store import Store
         from anisoscope.sweep import plan_specs, run_sweep
@@ -173,15 +174,32 @@ def demo(
         specs = plan_specs(chosen, ["pydoc"], settings)
         store = Store(output)
         run_sweep(specs, store, checkpoints=chosen, device="cpu")
+        say("And their gradients, at three moments and in three blocks.")
+        few = [item for item in chosen if item.step in DEMO_GRADIENTS["steps"]]
+        run_sweep(plan_specs(few, ["pydoc"], DEMO_GRADIENTS["settings"]), store, checkpoints=few, device="cpu")
         table = store.table()
         for name in POCKET_SUITE:
             last = max((row for row in table.to_pylist() if row["model"] == name), key=lambda row: row["step"])
             print_unit(store.get(last["key"]))
             print_dynamics(table, name)
+            print_enrichment(table, name)
             print()
         print_verdicts(judge(table), only_told=True)
-        print(f"\nStored in {output}: `anisoscope claims {output}` judges again. Now a model of yours: ")
-        print("  anisoscope measure MODEL --owners")
+        say("Writing the report.")
+        written = write_report([output], output / "report.html")
+        print(f"\nStored in {output}: `anisoscope claims {output}` judges again.")
+        print(f"The report, with every figure: {written.path}")
+        print("Now a model of yours:  anisoscope measure MODEL --owners")
 
 
 DEMO_METRICS = ("leading_variance", "mean_cosine", "isoscore", "twonn", "loss", "final_norm")
+DEMO_GRADIENTS: dict[str, Any] = {
+    "steps": (0, 64, 4096),
+    "settings": {
+        "tokens": 8192,
+        "seq_len": 128,
+        "sites": ("block.1", "block.3", "block.5"),
+        "populations": ("typical",),
+        "metrics": ("tangent_energy", "tangent_excess", "normal_ratio"),
+    },
+}

@@ -47,7 +47,10 @@ def serve(
     ] = False,
     debug: Debug = False,
 ) -> None:
-    """Show the report in a browser, made again as units arrive; Ctrl-C ends it."""
+    """Show the report in a browser, made again as units arrive; Ctrl-C ends it.
+
+    Example: anisoscope serve runs/live
+    """
     with reporting(debug):
         from anisoscope.serve import open_server
 

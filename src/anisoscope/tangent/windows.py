@@ -8,13 +8,13 @@ neighbours resemble each other, and a null without that resemblance calls signal
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from torch.nn.functional import embedding_bag
 
 from anisoscope.errors import SpecError, StatesError
 from anisoscope.kernels.gram import center, for_products, power_of_two_scale
@@ -27,8 +27,6 @@ DRAWS = 199
 TABLE_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 25}
 # Tokens up to which all products of two tokens are kept.
 KEPT_TOKENS = 8192
-# Time of a multiplication by tokens over that of one by tables, as measured.
-TOKEN_COST = 2
 
 
 def place_in_windows(windows: Int[Tensor, " n"]) -> tuple[Int[Tensor, " n"], Int[Tensor, " n"]]:
@@ -89,17 +87,23 @@ class Pairing:
     @cached_property
     def permuted_squares(self) -> Float[Tensor, " m"]:
         """‖G_π‖², float64."""
-        windows, length, width = self.gradients.shape
-        tokens = windows * length
-        tables = windows * width * self.dim
-        blocks = tokens * (width + self.dim + len(self.permutations)) // 2
-        if tokens <= KEPT_TOKENS and TOKEN_COST * blocks < tables:
+        count, length, width = self.gradients.shape
+        tokens, rings = count * length, len(self.permutations.rings)
+        by_turns = rings * width * self.dim * (2 * tokens + count**2)
+        by_tokens = tokens**2 * (width + self.dim + rings * count // 2) // 2
+        if tokens <= KEPT_TOKENS and by_tokens < by_turns:
             return _squares_by_tokens(self.gradients, self.values, self.permutations)
-        return _squares_by_tables(self.gradients, self.values, self.permutations)
+        return _squares_by_turns(self.gradients, self.values, self.permutations)[0]
 
     def permuted_energies(self, basis: Float[Tensor, "d r"]) -> Float[Tensor, " m"]:
         """‖G_πQ‖² / ‖G_π‖² for each permutation, float64, on the CPU."""
-        inside = _squares_by_tables(self.gradients, self.values @ basis.to(self.values), self.permutations)
+        return self.permuted_energies_in([basis])[0]
+
+    def permuted_energies_in(self, bases: Sequence[Tensor]) -> Float[Tensor, "k m"]:
+        """The same for several bases at once, which share what they have in common."""
+        beside = torch.cat([one.to(self.values) for one in bases], 1)
+        sizes = [one.shape[1] for one in bases]
+        inside = _squares_by_turns(self.gradients, self.values @ beside, self.permutations, sizes)
         return (inside / self.permuted_squares).cpu()
 
     def split_halves(self, basis: Float[Tensor, "d r"] | None = None) -> float:
@@ -181,22 +185,56 @@ def _columns(gradients: Float[Tensor, "w t e"], each: int) -> tuple[Tensor, ...]
     return gradients.split(max(1, held // each), 2)
 
 
-def _squares_by_tables(
-    gradients: Float[Tensor, "w t e"], values: Float[Tensor, "w t r"], permutations: Permutations
-) -> Float[Tensor, " m"]:
-    """‖Σ_w A_π(w)ᵀX_w‖² from the table of all A_pᵀX_w, which permutations only add up. n·w·e·r multiplications."""
+def _squares_by_turns(
+    gradients: Float[Tensor, "w t e"],
+    values: Float[Tensor, "w t r"],
+    permutations: Permutations,
+    sizes: Sequence[int] | None = None,
+) -> Float[Tensor, "k m"]:
+    """‖Σ_w A_π(w)ᵀX_w‖² of each group of so many columns of X (all of them, where no sizes are given).
+
+    Over the turns k of a ring the sum is a circular correlation, Σ_u A_{u+k}ᵀX_u, and so in frequencies along the ring
+    a product for each. About e·r·(2n + w²) multiplications for a ring, transforms included.
+    """
     count, length, rank = values.shape
-    squares = torch.zeros(len(permutations), dtype=torch.float64, device=values.device)
+    rings = permutations.rings.to(values.device)
+    squares = torch.zeros(len(sizes or (0,)), rings.numel(), dtype=torch.float64, device=values.device)
     if not len(permutations):
-        return squares
-    entries = (permutations.orders * count + torch.arange(count)).to(values.device)
-    beside = values.permute(1, 0, 2).reshape(length, count * rank)
-    for some in _columns(gradients, count**2 * rank):
-        width = some.shape[2]
-        table = some.mT.reshape(count * width, length) @ beside
-        table = table.view(count, width, count, rank).transpose(1, 2).reshape(count**2, width * rank)
-        squares += torch.linalg.vector_norm(embedding_bag(entries, table, mode="sum"), dim=1).double().square()
-    return squares
+        return squares[:, :0]
+    cosines, sines = _waves(count, values)
+    weights = torch.full((len(cosines), 1), 2.0, dtype=values.dtype, device=values.device)
+    # Two frequencies that are their own negatives stand once: none, and half the ring where it is even.
+    weights[0] = 1
+    if count % 2 == 0:
+        weights[-1] = 1
+    states = values[rings[0]].flatten(1)
+    real, imaginary = ((wave @ states).view(-1, length, rank) for wave in (cosines, sines))
+    # (a + ib)(c - id) = (ac + bd) + i(bc - ad), with both parts of a factor along one axis.
+    first, second = torch.cat([real, imaginary], 1), torch.cat([-imaginary, real], 1)
+    back = (weights * cosines).T.contiguous(), (weights * sines).T.contiguous()
+    for number, ring in enumerate(rings):
+        for some in _columns(gradients, 3 * count * rank):
+            turned = some[ring].flatten(1)
+            both = torch.cat([(wave @ turned).view(len(cosines), length, -1) for wave in (cosines, sines)], 1).mT
+            found = back[0] @ (both @ first).flatten(1)
+            found.addmm_(back[1], (both @ second).flatten(1))
+            found = found.view(count, -1, rank)
+            here = slice(number * count, (number + 1) * count)
+            if sizes is None:
+                squares[0, here] += torch.linalg.vector_norm(found.flatten(1), dim=1).double().square()
+            else:
+                lengths = found.square().sum(1).double()
+                for place, part in enumerate(lengths.split(list(sizes), 1)):
+                    squares[place, here] += part.sum(1)
+    return squares[:, permutations.chosen.to(values.device)]
+
+
+def _waves(count: int, like: Tensor) -> tuple[Float[Tensor, "f w"], Float[Tensor, "f w"]]:
+    """cos and sin of 2πfu/w, over √w."""
+    places = torch.arange(count)
+    turns = torch.outer(places[: count // 2 + 1], places) % count
+    angles = turns.double() * (2 * math.pi / count)
+    return tuple((wave(angles) / math.sqrt(count)).to(like) for wave in (torch.cos, torch.sin))  # type: ignore[return-value]
 
 
 def _squares_by_tokens(
