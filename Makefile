@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: help demo test test-all lint format docs nulls parity bench clean
+.PHONY: help demo test test-all lint format docs site figures nulls parity bench clean
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -35,6 +35,13 @@ format: $(READY) ## let ruff rewrite what it can
 
 docs: $(READY)   ## write again the generated pages: metrics, command line
 	$(BIN)/python scripts/make_docs.py
+
+site: $(READY)   ## the documentation as a site, in build/site; any warning is an error
+	$(BIN)/sphinx-build -q -W --keep-going -b html docs build/site
+	@echo build/site/index.html
+
+figures: $(READY) ## draw again the figures of the documentation from the stored runs
+	$(BIN)/python scripts/make_figures.py
 
 nulls: $(READY)  ## simulate the shipped table of nulls again (minutes on a GPU, hours without)
 	$(BIN)/python scripts/make_nulls.py

@@ -9,8 +9,9 @@ The pages are written to be read in the repository too, so two things are done t
 import json
 import re
 from pathlib import Path
+from typing import Any
 
-from myst_parser.sphinx_ import MystParser
+from myst_parser.parsers.sphinx_ import MystParser
 from sphinx.application import Sphinx
 
 DOCS = Path(__file__).parent
@@ -36,17 +37,18 @@ class NotebookParser(MystParser):
 
     supported = ("notebook",)
 
-    def parse(self, inputstring: str, document: object) -> None:
+    def parse(self, inputstring: str, document: Any) -> None:
         """Parse the page that the notebook makes."""
-        super().parse(notebook_page(inputstring), document)  # pyright: ignore[reportArgumentType]
+        super().parse(notebook_page(inputstring, Path(document["source"]).name), document)
 
 
-def notebook_page(text: str) -> str:
-    """Text and code of a notebook, in Markdown."""
+def notebook_page(text: str, name: str) -> str:
+    """Text and code of a notebook, in Markdown, with the file itself to take home."""
     shown = []
     for cell in json.loads(text)["cells"]:
         source = "".join(cell["source"])
         shown.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
+    shown.insert(1, f"This page is a notebook, {{download}}`{name}`; its outputs are yours to make.")
     return "\n\n".join(shown) + "\n"
 
 

@@ -171,3 +171,15 @@ def test_chance_rarely_emerges() -> None:
         excess = rng.normal(0, 0.01, p.shape)
         held += judged(training(excess, p))["emerges early"].holds is True
     assert held <= stats.binom.ppf(0.999, trials, 0.05)
+
+
+def test_proxies_and_variants_that_agree_are_told_together() -> None:
+    from anisoscope.claims import headlines
+
+    several = [training(*planted(3), proxy=proxy) for proxy in ("pca", "seminmf")]
+    verdicts = judge(pa.Table.from_pylist([row for part in several for row in part], schema=SCHEMA))
+    mine = [one for one in verdicts if one.claim == "emerges early"]
+    (told,) = (one for one in headlines(verdicts) if one.claim == "emerges early")
+    assert len(mine) == 2
+    assert "the same with 1 more of its proxies and variants" in told.text
+    assert headlines([mine[0]]) == [mine[0]]

@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 from rich.table import Table
 from rich.text import Text
 
-from anisoscope.claims import Correlation, Verdict
+from anisoscope.claims import Correlation, Verdict, headlines
 from anisoscope.errors import SpecError
 from anisoscope.figures import count_label, dynamics_data
 from anisoscope.integrity import Verified
@@ -132,13 +132,15 @@ def format_bytes(count: int) -> str:
 def print_verdicts(verdicts: Sequence[Verdict], *, only_told: bool = False) -> None:
     """What holds, what does not, and what cannot be told; then each verdict as a sentence.
 
-    `only_told` leaves out what cannot be told, but for a line that names it.
+    Proxies and variants that agree are told together. `only_told` leaves out what cannot be told, but for a line that
+    names it.
     """
     console = open_console()
     if not verdicts:
         console.print("nothing measured here speaks to a claim: they need leading_variance or twonn at blocks")
         return
     untold = list(dict.fromkeys(one.claim for one in verdicts if one.holds is None))
+    verdicts = headlines(verdicts)
     if only_told:
         verdicts = [one for one in verdicts if one.holds is not None]
     table = Table(box=None, pad_edge=False)

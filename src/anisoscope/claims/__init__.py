@@ -16,6 +16,7 @@ batches for one model at its last checkpoint, models for a kind, seeds for a tra
 from anisoscope.claims.correlations import Correlation as Correlation
 from anisoscope.claims.correlations import correlate_table as correlate_table
 from anisoscope.claims.verdicts import Verdict as Verdict
+from anisoscope.claims.verdicts import headlines as headlines
 from anisoscope.claims.verdicts import judge as judge
 
-__all__ = ["Correlation", "Verdict", "correlate_table", "judge"]
+__all__ = ["Correlation", "Verdict", "correlate_table", "headlines", "judge"]

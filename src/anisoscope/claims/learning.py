@@ -16,12 +16,12 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from scipy import stats
 
 from anisoscope.claims.enrichment import simes
 from anisoscope.claims.findings import Finding, Subject, counted, number
@@ -36,6 +36,9 @@ MIN_MODELS = 3
 PAPER = " (the paper's control)"
 _METRICS = ("tangent_excess", "tangent_energy", "normal_ratio", "tangent_frequency_trend", "frequency_attenuation")
 _TOLD_APART = ("corpus", "population", "stack", "gradient", "proxy")
+_NORMAL = NormalDist()
+# Half of a 95 % interval, in standard errors.
+_REACH = _NORMAL.inv_cdf(0.975)
 _NONE = "no checkpoint is enriched"
 _NO_MORE = f"{_NONE} more than the untrained one"
 Row = dict[str, Any]
@@ -158,9 +161,9 @@ def beyond_untrained(blocks: Blocks, energies: Blocks, before: Blocks, energies_
         ends = [(one[site]["low"], one[site]["high"]) for one in (energies, energies_before)]
         if any(end is None for pair in ends for end in pair):
             continue
-        error = math.hypot(*((high - low) / (2 * stats.norm.ppf(0.975)) for low, high in ends))
+        error = math.hypot(*((high - low) / (2 * _REACH) for low, high in ends))
         grown = blocks[site]["value"] - before[site]["value"]
-        p_values.append(float(stats.norm.sf(grown / error)) if error > 0 else math.nan)
+        p_values.append(_NORMAL.cdf(-grown / error) if error > 0 else math.nan)
     return simes(p_values)
 
 
@@ -275,10 +278,10 @@ def _attenuated(course: Course, how: Resampling) -> Answer | None:
     below, above = [], []
     for row in known:
         if row["low"] > 0 and math.isfinite(row["high"]):
-            error = (math.log(row["high"]) - math.log(row["low"])) / (2 * stats.norm.ppf(0.975))
+            error = (math.log(row["high"]) - math.log(row["low"])) / (2 * _REACH)
             z = math.log(row["value"]) / error if error > 0 else 0.0
-            below.append(float(stats.norm.cdf(z)))
-            above.append(float(stats.norm.sf(z)))
+            below.append(_NORMAL.cdf(z))
+            above.append(_NORMAL.cdf(-z))
     p = simes(below)
     supported = None
     if p <= 1 - how.level and effect < 1:

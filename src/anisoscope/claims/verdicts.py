@@ -19,6 +19,8 @@ from anisoscope.claims.trainings import judge_trainings
 from anisoscope.records import without_nan
 from anisoscope.store import name_trainings
 
+GRADIENTS = ("virtual", "activation", "linear", "embedding")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
@@ -73,6 +75,27 @@ def judge(table: pa.Table, *, seed: int = 0, resamples: int = 2000, level: float
     adjusted, suspects = _adjust([finding for _, finding in found]), count_suspects(table)
     verdicts = [_verdict(*pair, p, suspects, level) for pair, p in zip(found, adjusted, strict=True)]
     return [_with_typical(verdict, verdicts) for verdict in verdicts]
+
+
+def headlines(verdicts: Sequence[Verdict]) -> list[Verdict]:
+    """One verdict for those on gradients that say the same with other proxies and variants; others as they are."""
+    groups: dict[tuple, list[Verdict]] = {}
+    for one in verdicts:
+        gradient = (one.variant or "").partition(",")[0]
+        told = gradient if gradient in GRADIENTS else one.variant
+        place = (one.claim, one.subject, one.metric, one.population, one.corpus, one.holds, told)
+        groups.setdefault(place, []).append(one)
+    return [_spoken_for(group) for group in groups.values()]
+
+
+def _spoken_for(group: Sequence[Verdict]) -> Verdict:
+    first, *others = group
+    if not others:
+        return first
+    effects = [one.effect for one in group if not math.isnan(one.effect)]
+    range_of = f", effects {number(min(effects))} to {number(max(effects))}" if effects else ""
+    more = f"the same with {len(others)} more of its proxies and variants{range_of}"
+    return replace(first, text=f"{first.text[:-1]}; {more}.")
 
 
 def _adjust(found: Sequence[Finding]) -> list[float]:

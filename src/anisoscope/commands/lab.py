@@ -151,7 +151,7 @@ def demo(
     output: Annotated[Path, typer.Option("--output", "-o", metavar="RUN", help="Folder to store units in.")] = Path(
         "runs/demo"
     ),
-    tokens: Annotated[int, typer.Option(help="Tokens to run through each checkpoint.")] = 16384,
+    tokens: Annotated[int, typer.Option(help="Tokens to run through each checkpoint.")] = 8192,
     debug: Debug = False,
 ) -> None:
     """Everything on the two small models of the package and their checkpoints, offline, in about a minute.
@@ -196,8 +196,8 @@ DEMO_METRICS = ("leading_variance", "mean_cosine", "isoscore", "twonn", "loss", 
 DEMO_GRADIENTS: dict[str, Any] = {
     "steps": (0, 64, 4096),
     "settings": {
-        "tokens": 8192,
-        "seq_len": 128,
+        "tokens": 4096,
+        "seq_len": 64,
         "sites": ("block.1", "block.3", "block.5"),
         "populations": ("typical",),
         "metrics": ("tangent_energy", "tangent_excess", "normal_ratio"),

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from anisoscope import __version__
-from anisoscope.claims import Verdict, judge
+from anisoscope.claims import Verdict, headlines, judge
 from anisoscope.figures import count_label
 from anisoscope.printing import format_value
 from anisoscope.records import POPULATIONS, site_order
@@ -74,7 +74,7 @@ def gather(folders: Sequence[Path], *, seed: int = 0, drawn: bool = True, state:
     runs = [read_run(folder, name) for folder, name in zip(folders, names, strict=True)]
     table = join_tables(runs)
     # A unit that lies in two of the folders is one unit.
-    verdicts = _judge(_each_unit_once(runs), seed)
+    verdicts = tuple(headlines(_judge(_each_unit_once(runs), seed)))
     return Report(
         title=", ".join(names),
         made=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC by anisoscope {__version__}",
