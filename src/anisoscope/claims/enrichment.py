@@ -42,7 +42,9 @@ def judge_enrichment(table: pa.Table, how: Resampling) -> Iterator[tuple[Subject
     for row in table.filter(kept).sort_by([("key", "ascending")]).to_pylist():
         place = training_order(row["stage"], row["step"], row["revision"])
         series[row["metric"], *(row[name] or "" for name in _TOLD_APART)][place][row["site"]] = row
-    for (metric, *parts), checkpoints in sorted(series.items(), key=lambda item: item[0]):
+    ours_first = sorted(series, key=lambda place: (list(CLAIMS).index(place[0]), place))
+    for metric, *parts in ours_first:
+        checkpoints = series[metric, *parts]
         corpus, population, model, *others = parts
         blocks = list(checkpoints[max(checkpoints)].values())
         subject = Subject(

@@ -200,7 +200,8 @@ def _lead(report: Report) -> str:
     if not table.num_rows:
         return "Nothing has been measured here yet."
     models, corpora, metrics = (set(table[name].to_pylist()) for name in ("model", "corpus", "metric"))
-    units = len(set(table["key"].to_pylist()))
+    placed = [name for name in ("model", "run", "stage", "revision", "step") if name in table.column_names]
+    units = len(set(zip(*(table[name].to_pylist() for name in placed), strict=True)))
     if "run" in table.column_names:
         models = {run or model for run, model in zip(table["run"].to_pylist(), table["model"].to_pylist(), strict=True)}
     what = f"{counted(units, 'checkpoint')} of " if units > len(models) else ""
