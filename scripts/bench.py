@@ -678,6 +678,55 @@ def race_live(peers: None, quick: bool) -> Iterator[Result]:
     yield from compare(rounds, "live", case, "unwatched", better="lower", by="wall", goal=1.02, remark=remark)
 
 
+def probe_of(model: Any) -> Any:
+    """4,096 tokens to fit on and as many to test on, at every site, with their states and gradients."""
+    from anisoscope.layout import select_sites
+    from anisoscope.probed import Probed
+    from anisoscope.probes import draw_probe
+    from anisoscope.records import Spec
+
+    spec = Spec(model="bench", metrics=("alignment",), tokens=2 * POINTS, seq_len=64)
+    probe = draw_probe(spec, model.tokenizer, read_corpus())
+    probed = Probed(model=model, probe=probe, sites=select_sites(model.layout, ("*",)), spec=spec)
+    assert len(probed.fit_states) == len(probed.gradients.sites)
+    return probed
+
+
+def race_alignment(peers: None, quick: bool) -> Iterator[Result]:
+    """Every default metric of alignment at every site against a training step's forward and backward pass."""
+    from anisoscope.alignment import align
+    from anisoscope.lab import Recipe, build_model
+    from anisoscope.metrics import find_metrics
+    from anisoscope.models import load_model
+
+    torch.set_num_threads(1)
+    names = [metric.name for metric in find_metrics(("alignment",))]
+    pocket = load_model("pocket-decoder", device="cpu")
+    tokenizer, device = pocket.tokenizer, DEVICE if torch.cuda.is_available() else "cpu"
+
+    def untrained(layers: int, width: int) -> Any:
+        recipe = Recipe(layers=layers, width=width, heads=width // 64, vocabulary=len(tokenizer))
+        torch.manual_seed(0)
+        return adopt(build_model(recipe, tokenizer).to(device), tokenizer)
+
+    sizes = ((6, 112), (12, 512)) if quick else ((6, 112), (12, 512), (30, 576))
+    for layers, width in sizes:
+        model = load_model("pocket-decoder", device=device) if width == 112 else untrained(layers, width)
+        probed = probe_of(model)
+        ids = torch.from_numpy(probed.probe.test.token_ids).to(device)
+
+        def passes(model: Any = model, ids: torch.Tensor = ids) -> None:
+            for part in ids.split(32):
+                model.module(input_ids=part, labels=part).loss.backward()
+            model.module.zero_grad()
+
+        sides = {"ours": timed(align, probed, names), "forward and backward": timed(passes)}
+        rounds = race(sides, rounds=1 if quick else 3)
+        case = f"{layers} x {width} decoder, {len(probed.sites)} sites, {ids.numel():,} tokens on the {device.upper()}"
+        by, goal = ("wall", 1.0) if device == "cuda" else ("cpu", 1.5)
+        yield from compare(rounds, "alignment", case, "forward and backward", better="lower", by=by, goal=goal)
+
+
 def by_cdist(points: torch.Tensor) -> Any:
     return torch.cdist(points, points, compute_mode="donot_use_mm_for_euclid_dist").topk(3, largest=False)
 
@@ -746,9 +795,15 @@ SECTIONS: dict[str, tuple[Callable[[Any, bool], Iterator[Result]], str]] = {
         race_live,
         "A training under a Scope with its budget of 2 % against the same training unwatched.",
     ),
+    "alignment": (
+        race_alignment,
+        "`align`, every default metric of gradient alignment at every site, for both gradients, proxies and "
+        "populations, against one forward and backward pass over the test half of the same probe; states and gradients "
+        "are there before. One thread; the first model is trained, the others are not.",
+    ),
     "gpu": (race_gpu, "As `walk`, in bfloat16, synchronised wall time; the first run, which compiles, is not counted."),
 }
-ALONE = ("walk", "memory", "sweep", "live", "gpu")
+ALONE = ("walk", "memory", "sweep", "live", "alignment", "gpu")
 """Sections without other packages."""
 
 
@@ -833,7 +888,8 @@ def save(kept: dict[str, Any]) -> None:
 
 def run(chosen: list[str], quick: bool, output: Path | None) -> dict[str, Any]:
     """The results of this run, in the form that is kept."""
-    device = torch.cuda.get_device_name() if chosen == ["gpu"] else describe_cpu()
+    on_gpu = torch.cuda.is_available() and not set(chosen) - {"gpu", "live", "alignment"}
+    device = torch.cuda.get_device_name() if on_gpu else describe_cpu()
     versions = {"Python": platform.python_version(), "numpy": np.__version__, "torch": torch.__version__}
     versions["transformers"] = importlib.import_module("transformers").__version__
     # Now, so that an edit while this runs does not mix two versions.

@@ -747,3 +747,17 @@ def test_updates_of_rows() -> None:
     assert found.by_frequency.bins[2].energy.value == pytest.approx(
         float((moved[100:] @ proxy.basis).square().sum() / moved[100:].square().sum()), rel=1e-10
     )
+
+
+def test_what_is_left_beside_one_dominating_direction_is_found_in_float32() -> None:
+    generator = torch.Generator().manual_seed(5)
+    axes = torch.linalg.qr(torch.randn(112, 112, generator=generator, dtype=torch.float64)).Q
+    values = torch.cat([torch.ones(1), 1e-4 / torch.arange(1, 112)]).double()
+    moment = (axes * (values / values.sum())) @ axes.T
+    bases = torch.stack([axes[:, :1], axes[:, 5:6]])
+    found = leading_without(moment.float(), bases.float())
+    exact = [
+        torch.linalg.eigvalsh(moment - moment @ b @ b.T - b @ b.T @ moment + b @ (b.T @ moment @ b) @ b.T)[-1]
+        for b in bases
+    ]
+    torch.testing.assert_close(found, torch.stack(exact), rtol=1e-2, atol=1e-7)

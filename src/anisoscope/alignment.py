@@ -12,7 +12,7 @@ by their columns:
 """
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,12 +28,19 @@ from anisoscope.metrics.alignment import Enrichment, Removed, Trend, Turned
 from anisoscope.past import Past, sketch
 from anisoscope.probed import Probed, ProbeRow
 from anisoscope.records import Site
-from anisoscope.tangent.anisotropy import anisotropy_share, leading_without
-from anisoscope.tangent.controls import second_moment
+from anisoscope.tangent.anisotropy import LED_DRAWS, AnisotropyShare, anisotropy_shares, leading_value
+from anisoscope.tangent.controls import RandomSpaces, second_moment
 from anisoscope.tangent.dynamics import random_distance, turn_between
-from anisoscope.tangent.energies import Alignment, coupled_alignment, local_alignment, uncoupled_alignment
-from anisoscope.tangent.frequency import energy_by_frequency
-from anisoscope.tangent.proxies import Proxy, fit_global, fit_local, without_mean
+from anisoscope.tangent.energies import (
+    Alignment,
+    coupled_alignments,
+    local_alignment,
+    row_squares,
+    spaces_beside,
+    uncoupled_alignments,
+)
+from anisoscope.tangent.frequency import ByFrequency, squares_by_frequency
+from anisoscope.tangent.proxies import Proxy, fit_globals, fit_local, without_mean
 from anisoscope.tangent.windows import pair_windows
 
 VIEWS = ("enrichment", "removal", "trend", "turn")
@@ -44,6 +51,8 @@ CONTROLS = ("type_disjoint",)
 # Directions of a token's own tangent space: neighbours are too few for many.
 LOCAL_RANK = 8
 WITH_MEAN, WITHOUT_MEAN = "mean=in", "mean=out"
+Candidate = tuple[str, Proxy, str]
+"""The name of a proxy, the proxy and which variant of it this is."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -132,16 +141,17 @@ class _Analysis:
         """The proxies that are one space for all tokens."""
         rank = self.rank_in(place.fitted.shape[1])
         methods = [name for name in self.proxies if name != "local_pca"]
-        return {name: fit_global(place.fitted, method=name, rank=rank, seed=self.seed) for name in methods}
+        return fit_globals(place.fitted, methods=methods, rank=rank, seed=self.seed)
 
     def at(self, held: "_Held", proxies: Mapping[str, Proxy]) -> Iterator[ProbeRow]:
         """Everything of one place, with the proxies of this checkpoint."""
-        for name, proxy in proxies.items():
-            for variant, used in ((WITH_MEAN, proxy), (WITHOUT_MEAN, without_mean(proxy))):
-                yield from held.enrichment(name, used, variant)
-            if held.in_depth:
-                yield from held.removal(name, proxy)
-                yield from held.by_frequency(name, proxy)
+        variants = ((WITH_MEAN, lambda proxy: proxy), (WITHOUT_MEAN, without_mean))
+        yield from held.enrichment(
+            [(n, make(one), variant) for n, one in proxies.items() for variant, make in variants]
+        )
+        if held.in_depth:
+            yield from held.removal(proxies)
+            yield from held.by_frequency(proxies)
         if "local_pca" in self.proxies:
             yield from held.local()
         if self.type_disjoint:
@@ -150,11 +160,13 @@ class _Analysis:
     def against_past(self, held: "_Held", proxies: Mapping[str, Proxy], past: Past) -> Iterator[ProbeRow]:
         """Energies in the proxies of earlier checkpoints, and how far this one's proxy is from them."""
         place = held.place
+        earlier: list[Candidate] = []
         for name in PROXIES:
             rank = self.rank_in(place.fitted.shape[1])
             for fit, before in past.proxies(place.site, place.population, name, rank, place.fitted):
-                yield from held.enrichment(name, before, f"{WITH_MEAN};fit={fit}")
+                earlier.append((name, before, f"{WITH_MEAN};fit={fit}"))
                 yield from held.turn(name, before, proxies[name], fit)
+        yield from held.enrichment(earlier)
 
     def _type_disjoint(self, place: _Place) -> Iterator[ProbeRow]:
         """Half of the token types to fit on, the other half to test on."""
@@ -166,8 +178,7 @@ class _Analysis:
         keep = place.keep & ~first[self.probed.gradients.tokens.ids]
         other = replace(place, fitted=place.fitted[mine], fitted_types=place.fitted_types[mine], keep=keep)
         held = _Held(self, other)
-        for name, proxy in self.fit(other).items():
-            yield from held.enrichment(name, proxy, f"{WITH_MEAN};split=types")
+        yield from held.enrichment([(n, one, f"{WITH_MEAN};split=types") for n, one in self.fit(other).items()])
 
     def of_modules(self) -> Iterator[ProbeRow]:
         """Gradients of linear modules and of embedding rows, where they are asked for; the proxy is of their inputs."""
@@ -199,8 +210,7 @@ class _Analysis:
                 keep=keep,
             )
             held = _Held(self, place, gradients=("linear",))
-            for name, proxy in self.fit(place).items():
-                yield from held.enrichment(name, proxy, WITH_MEAN)
+            yield from held.enrichment([(name, proxy, WITH_MEAN) for name, proxy in self.fit(place).items()])
         if test.embedding is not None:
             yield from self._embedding(test.embedding.read, test.embedding.types, "embed")
             if test.embedding.predicted is not None:
@@ -212,9 +222,9 @@ class _Analysis:
             if site.name != name or self.probed.fit_states[site].shape[1] != rows.shape[1]:
                 continue
             rank = self.rank_in(rows.shape[1])
-            for method in PROXIES:
-                proxy = fit_global(self.probed.fit_states[site], method=method, rank=rank, seed=self.seed)
-                found = uncoupled_alignment(rows, proxy, seed=self.seed)
+            proxies = fit_globals(self.probed.fit_states[site], methods=PROXIES, rank=rank, seed=self.seed)
+            every = uncoupled_alignments(rows, list(proxies.values()), seed=self.seed)
+            for (method, proxy), found in zip(proxies.items(), every, strict=True):
                 columns = {"gradient": "embedding", "proxy": method, "rank": proxy.rank, "variant": WITH_MEAN}
                 yield from enrichment_rows(
                     self.metrics, found, math.nan, site=site, population="types", points=len(types), columns=columns
@@ -233,6 +243,7 @@ class _Held:
         self.rows = place.here.gradients[place.keep]
         self.pairing = None
         self.moments: dict[str, Tensor] = {}
+        self.points = int(place.keep.sum())
         if {"virtual", "linear"} & set(self.gradients):
             windows = self.shown.windows
             self.pairing = pair_windows(
@@ -240,8 +251,9 @@ class _Held:
             )
         for name in self.gradients:
             coupled = name != "activation" and self.pairing is not None
-            self.moments[name] = second_moment(self.pairing.gradient if coupled and self.pairing else self.rows)
+            self.moments[name] = self.pairing.moment if coupled and self.pairing else second_moment(self.rows)
         self.shares = {name: leading_share(moment) for name, moment in self.moments.items()}
+        self.spaces: dict[tuple[str, str], RandomSpaces | None] = {}
 
     def _columns(self, gradient: str, name: str, proxy: Proxy, variant: str) -> dict[str, Any]:
         return {"gradient": gradient, "proxy": name, "rank": proxy.rank, "variant": variant}
@@ -254,65 +266,89 @@ class _Held:
                 view,
                 site=place.site,
                 population=place.population,
-                points=columns.pop("points", int(place.keep.sum())),
+                points=columns.pop("points", self.points),
                 dim=place.here.values.shape[1],
                 note=note,
                 **columns,
             )
 
-    def enrichment(self, name: str, proxy: Proxy, variant: str) -> Iterator[ProbeRow]:
-        """Energy, its controls and the source's ratio, for each gradient."""
-        if proxy.rank == 0:
-            return
+    def enrichment(self, candidates: Sequence[Candidate]) -> Iterator[ProbeRow]:
+        """Energy, its controls and the source's ratio, for each proxy and gradient."""
         place = self.place
+        usable = [one for one in candidates if one[1].rank > 0]
+        proxies = [proxy for _, proxy, _ in usable]
+        found: dict[str, list[Alignment]] = {}
         for gradient in self.gradients:
+            moment, keep = self.moments[gradient], LED_DRAWS if self.in_depth else 0
+            spaces = spaces_beside(moment, proxies, seed=self.seed, keep=keep)
+            self.spaces |= {
+                (gradient, name): one
+                for (name, _, variant), one in zip(usable, spaces, strict=True)
+                if variant == WITH_MEAN
+            }
             if gradient == "activation":
                 documents = self.shown.tokens.documents[place.keep]
-                found = uncoupled_alignment(self.rows, proxy, documents=documents, seed=self.seed)
+                settings = {"documents": documents, "moment": moment, "spaces": spaces}
+                found[gradient] = uncoupled_alignments(self.rows, proxies, seed=self.seed, **settings)
             else:
                 assert self.pairing is not None
-                found = coupled_alignment(self.pairing, proxy, seed=self.seed)
-            yield from enrichment_rows(
-                self.metrics,
-                found,
-                # What the gradients are by themselves is told once.
-                self.shares[gradient] if variant == WITH_MEAN else math.nan,
-                site=place.site,
-                population=place.population,
-                points=int(place.keep.sum()),
-                columns=self._columns(gradient, name, proxy, variant),
-            )
+                found[gradient] = coupled_alignments(self.pairing, proxies, seed=self.seed, spaces=spaces)
+        for number, (name, proxy, variant) in enumerate(usable):
+            for gradient in self.gradients:
+                yield from enrichment_rows(
+                    self.metrics,
+                    found[gradient][number],
+                    # What the gradients are by themselves is told once.
+                    self.shares[gradient] if variant == WITH_MEAN else math.nan,
+                    site=place.site,
+                    population=place.population,
+                    points=self.points,
+                    columns=self._columns(gradient, name, proxy, variant),
+                )
 
-    def removal(self, name: str, proxy: Proxy) -> Iterator[ProbeRow]:
-        """What is left of the gradients' anisotropy without the proxy, in four ways."""
+    def removal(self, proxies: Mapping[str, Proxy]) -> Iterator[ProbeRow]:
+        """What is left of the gradients' anisotropy without each proxy, in four ways."""
         if "tangent_anisotropy_share" not in self.metrics:
             return
         zeta = self.analysis.probed.spec.isoscore_zeta
         for gradient in self.gradients:
-            found = anisotropy_share(self.moments[gradient], proxy, seed=self.seed, zeta=zeta)
-            ways = {
-                "isoscore": found.isoscore_change,
-                "leading": found.leading_drop,
-                "spectral": found.spectral_share,
-                "energy": found.anisotropic_energy,
-            }
-            for way, removal in ways.items():
-                columns = self._columns(gradient, name, proxy, f"{WITH_MEAN};share={way}") | {"note": found.note}
-                view = Removed(change=removal.tangent)
-                for control, value, p in (
-                    ("normal", removal.normal, removal.p),
-                    ("next", removal.following, None),
-                ):
-                    beside = {"control": control, "control_value": value, "p": p}
-                    yield from self._row("tangent_anisotropy_share", view, **columns, **beside)
+            spaces = [self.spaces.get((gradient, name)) for name in proxies]
+            every = anisotropy_shares(
+                self.moments[gradient], list(proxies.values()), seed=self.seed, zeta=zeta, spaces=spaces
+            )
+            for (name, proxy), found in zip(proxies.items(), every, strict=True):
+                yield from self._removed(gradient, name, proxy, found)
 
-    def by_frequency(self, name: str, proxy: Proxy) -> Iterator[ProbeRow]:
+    def _removed(self, gradient: str, name: str, proxy: Proxy, found: AnisotropyShare) -> Iterator[ProbeRow]:
+        ways = {
+            "isoscore": found.isoscore_change,
+            "leading": found.leading_drop,
+            "spectral": found.spectral_share,
+            "energy": found.anisotropic_energy,
+        }
+        for way, removal in ways.items():
+            columns = self._columns(gradient, name, proxy, f"{WITH_MEAN};share={way}") | {"note": found.note}
+            view = Removed(change=removal.tangent)
+            for control, value, p in (
+                ("normal", removal.normal, removal.p),
+                ("next", removal.following, None),
+            ):
+                beside = {"control": control, "control_value": value, "p": p}
+                yield from self._row("tangent_anisotropy_share", view, **columns, **beside)
+
+    def by_frequency(self, proxies: Mapping[str, Proxy]) -> Iterator[ProbeRow]:
         """Energies of activation gradients by token frequency, and their trend over types."""
         if "activation" not in self.gradients or "tangent_frequency_trend" not in self.metrics:
             return
-        types = self.shown.tokens.ids[self.place.keep]
+        types = self.shown.tokens.ids[self.place.keep].cpu()
         known = self.analysis.probed.log_frequency(types)
-        found = energy_by_frequency(self.rows, proxy.basis, known, types, seed=self.seed)
+        squares = row_squares(self.rows, [proxy.basis for proxy in proxies.values()])
+        for number, (name, proxy) in enumerate(proxies.items()):
+            here = squares[:, [number, -1]]
+            found = squares_by_frequency(here, (proxy.dim, proxy.rank), known, types, seed=self.seed)
+            yield from self._by_frequency(name, proxy, found)
+
+    def _by_frequency(self, name: str, proxy: Proxy, found: ByFrequency) -> Iterator[ProbeRow]:
         columns = self._columns("activation", name, proxy, WITH_MEAN)
         for number, one in enumerate(found.bins):
             frequency = f"{WITH_MEAN};log10_frequency={one.log_frequency / math.log(10):.2f}"
@@ -406,5 +442,4 @@ def enrichment_rows(
 def leading_share(moment: Float[Tensor, "d d"]) -> float:
     """λ₁ / Σλ of a second moment; NaN where it is zero."""
     total = float(moment.diagonal().sum())
-    whole = moment.new_zeros(1, len(moment), 1)
-    return float(leading_without(moment, whole)[0]) / total if total > 0 else math.nan
+    return leading_value(moment) / total if total > 0 else math.nan

@@ -47,19 +47,30 @@ class SemiNMF:
 
 
 def semi_nmf(
-    points: Float[Tensor, "n d"], rank: int, *, seed: int, iterations: int = 500, tolerance: float = 1e-4
+    points: Float[Tensor, "n d"],
+    rank: int,
+    *,
+    seed: int,
+    iterations: int = 500,
+    tolerance: float = 1e-4,
+    axes: Float[Tensor, "d k"] | None = None,
 ) -> SemiNMF:
     """Factorise points into non-negative codes and free directions, from a random start that the seed decides.
 
     ‖A - ZD‖² = ‖A - BQᵀ‖² + ‖B - ZDQ‖² for D in the span of Q: iterations see B alone, and only the last D is
     (ZᵀZ)⁻¹ZᵀA. They end when CHECK_EVERY of them have lowered the error by no more than the tolerance times the error.
+    `axes` are the right singular vectors of the points, leading first, where they are known: Q is made of them then.
     """
     if min(rank, iterations) < 1:
         raise SpecError(f"a factorisation needs rank and iterations of at least 1; got {rank} and {iterations}")
     scale, whole = _scaled(points)
     generator = torch.Generator().manual_seed(seed)
     codes = _start(whole, rank, generator)
-    basis = _leading_basis(whole, BASIS_WIDTH * rank, generator)
+    width = BASIS_WIDTH * rank
+    if axes is not None and width <= axes.shape[1] and width < whole.shape[1]:
+        basis = axes[:, :width].to(whole)
+    else:
+        basis = _leading_basis(whole, width, generator)
     narrow = whole @ basis
     dropped = _squared_error(narrow.T, basis.T, whole)
     codes, inside, squares, converged = _alternate(narrow, codes, dropped, iterations, tolerance)

@@ -12,6 +12,7 @@ All of it depends on the gradients through one matrix, C = GᵀG:   E(Q) = ‖GQ
 N6, paired windows, needs more than C: see windows.py.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -29,6 +30,8 @@ PAPER_DRAWS = 20
 DRAWN_ELEMENTS = 1 << 24
 # A random matrix that is nearly as tall as wide is nearly singular: fewer directions to spare need float64.
 SPARE_NORMALS = 8
+# Up to so many coordinates float64 costs next to nothing.
+EXACT_DIM = 256
 
 
 def second_moment(rows: Float[Tensor, "n d"]) -> Float[Tensor, "d d"]:
@@ -44,9 +47,18 @@ def second_moment(rows: Float[Tensor, "n d"]) -> Float[Tensor, "d d"]:
 
 def energy_of(moment: Float[Tensor, "d d"], basis: Float[Tensor, "d r"]) -> float:
     """E(Q), from C."""
-    axes = basis.to(moment)
-    total = float(moment.diagonal().double().sum())
-    return float(((moment @ axes) * axes).double().sum()) / total if total > 0 else float("nan")
+    return energies_of(moment, [basis])[0]
+
+
+def energies_of(moment: Float[Tensor, "d d"], bases: Sequence[Tensor]) -> list[float]:
+    """E(Q) of several subspaces."""
+    if not bases:
+        return []
+    axes = torch.cat([one.to(moment) for one in bases], 1)
+    held = ((moment @ axes) * axes).double().sum(0)
+    total = moment.diagonal().double().sum()
+    sums = torch.stack([part.sum() for part in held.split([one.shape[1] for one in bases])])
+    return torch.where(total > 0, sums / total, torch.nan).tolist()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -57,8 +69,8 @@ class RandomSpaces:
     """N5."""
     normal: Float[Tensor, " m"]
     """N1."""
-    normal_squares: Float[Tensor, " m"]
-    """‖P C P‖²_F with P = I - NNᵀ, N the normal subspace."""
+    normal_squares: Float[Tensor, " q"]
+    """‖P C P‖²_F with P = I - NNᵀ, N the normal subspace; none where they were not asked for."""
     normal_bases: Float[Tensor, "k d r"]
     """Orthonormal, of the first k draws, as many as were asked for."""
 
@@ -66,59 +78,124 @@ class RandomSpaces:
 def random_spaces(
     moment: Float[Tensor, "d d"], basis: Float[Tensor, "d r"], *, draws: int = DRAWS, seed: int = 0, keep: int = 0
 ) -> RandomSpaces:
-    """N5 and N1 from the same normal matrices Ω, without forming an orthonormal basis of each.
+    """N5 and N1 for one basis; see `random_spaces_beside`."""
+    return random_spaces_beside(moment, [basis], draws=draws, seed=seed, keep=keep)[0]
+
+
+def random_spaces_beside(
+    moment: Float[Tensor, "d d"],
+    bases: Sequence[Tensor],
+    *,
+    draws: int = DRAWS,
+    seed: int = 0,
+    keep: int = 0,
+    squares: bool = True,
+) -> list[RandomSpaces]:
+    """N5 and N1 from the same normal matrices Ω for every basis, without forming an orthonormal basis of each.
 
     The span of Ω is uniform, and so is that of W = (I - QQᵀ)Ω in the complement:
-    E = tr((ΩᵀΩ)⁻¹ΩᵀCΩ) / tr C, and the same with W. Only CΩ is a large product. `keep` bases are made for those who
-    need them. Within 1e-5 of float64, relative, where the moment is float32.
+    E = tr((ΩᵀΩ)⁻¹ΩᵀCΩ) / tr C, and the same with W. Only CΩ is a large product, and bases of one rank share it: what
+    they differ in are products with Q. `keep` bases and `squares` are made for those who need them. Within 1e-5 of
+    float64, relative, where the moment is float32.
     """
-    dim, rank = basis.shape
-    if 2 * rank > dim:
-        raise SpecError(f"rank {rank} of {dim} coordinates leaves no normal space of the same rank: at most {dim // 2}")
-    if dim - 2 * rank < SPARE_NORMALS:
-        moment = moment.double()
-    axes = basis.to(moment)
-    seen, total = moment @ axes, moment.diagonal().double().sum()
-    whole = moment.double().square().sum()
+    found: dict[int, RandomSpaces] = {}
+    dim = len(moment)
+    for rank in {one.shape[1] for one in bases}:
+        if 2 * rank > dim:
+            raise SpecError(
+                f"rank {rank} of {dim} coordinates leaves no normal space of the same rank: at most {dim // 2}"
+            )
+        places = [place for place, one in enumerate(bases) if one.shape[1] == rank]
+        exact = dim - 2 * rank < SPARE_NORMALS or dim <= EXACT_DIM
+        against = moment.double() if exact else moment
+        axes = torch.stack([bases[place].to(against) for place in places])
+        found |= dict(zip(places, _spaces_of_rank(against, axes, draws, seed, keep, squares), strict=True))
+    return [found[place] for place in range(len(bases))]
+
+
+def _spaces_of_rank(
+    moment: Float[Tensor, "d d"], bases: Float[Tensor, "k d r"], draws: int, seed: int, keep: int, with_squares: bool
+) -> list[RandomSpaces]:
+    count, dim, rank = bases.shape
+    total, whole = moment.diagonal().double().sum(), moment.double().square().sum()
+    beside = bases.transpose(0, 1).flatten(1)
+    seen = moment @ beside
+    inside, twice = (
+        (bases.mT @ one.view(dim, count, rank).transpose(0, 1)).double()[:, None] for one in (seen, moment @ seen)
+    )
+
+    def against(rows: Tensor, columns: Tensor) -> Float[Tensor, "k m r r"]:
+        """Products of the draws with each of the bases, or with what C makes of them."""
+        return (rows @ columns).view(len(rows), rank, count, rank).permute(2, 0, 1, 3).double()
+
     parts: list[tuple[Tensor, Tensor, Tensor]] = []
-    bases = moment.new_empty(0, dim, rank)
+    kept = moment.new_empty(count, 0, dim, rank)
     step = max(1, DRAWN_ELEMENTS // (dim * rank))
     for start in range(0, draws, step):
-        omega = _gaussians(min(step, draws - start), rank, dim, seed, start).to(moment)
+        drawn = _gaussians(min(step, draws - start), rank, dim, seed, start, moment.dtype, moment.device)
+        omega, root = drawn.omega, drawn.root
         image = (omega.flatten(0, 1) @ moment).view_as(omega)
-        along = omega @ axes
-        normal, normal_image = omega - along @ axes.T, image - along @ seen.T
-        root, inside = _whiten(normal, normal_image)
-        # ‖PCP‖² = ‖C‖² - 2‖CN‖² + ‖NᵀCN‖²
-        images = torch.linalg.solve_triangular(root, (normal_image @ normal_image.mT).double(), upper=False)
-        images = torch.linalg.solve_triangular(root, images.mT, upper=False)
-        squares = whole - 2 * _traces(images) + inside.square().sum((1, 2))
-        haar = _traces(_whiten(omega, image)[1])
-        parts.append((haar / total, _traces(inside) / total, squares))
-        if len(bases) < keep:
-            some = normal[: keep - len(bases)]
-            made = torch.linalg.solve_triangular(root[: len(some)].to(some), some, upper=False)
-            bases = torch.cat([bases, made.mT])
-    haar, normal, squares = (torch.cat(found).cpu() for found in zip(*parts, strict=True))
-    return RandomSpaces(haar=haar, normal=normal, normal_squares=squares, normal_bases=bases)
+        plain = (omega @ image.mT).double()
+        haar = _traces(torch.cholesky_solve(plain, root))
+        # ΩQ, ΩCQ and ΩC²Q, for each of the bases: with W = Ω - ΩQQᵀ as rows, WWᵀ = ΩΩᵀ - (ΩQ)(ΩQ)ᵀ,
+        # WCWᵀ = ΩCΩᵀ - ΩCQ(ΩQ)ᵀ - (ΩQ)(ΩCQ)ᵀ + ΩQ(QᵀCQ)(ΩQ)ᵀ, and C² for C gives ‖CWᵀ‖².
+        along = against(omega, beside)
+        root = torch.linalg.cholesky(drawn.gram - along @ along.mT)
+        # With LLᵀ for WWᵀ, traces of (LLᵀ)⁻¹M are those of M in an orthonormal basis of the span.
+        energies = torch.cholesky_solve(plain - _crossed(along, against(image, beside), inside), root)
+        normal, squares = _traces(energies) / total, haar.new_empty(count, 0)
+        if with_squares:
+            squared = (image @ image.mT).double()
+            images = torch.cholesky_solve(squared - _crossed(along, against(image, seen), twice), root)
+            # ‖PCP‖² = ‖C‖² - 2‖CN‖² + ‖NᵀCN‖²
+            squares = whole - 2 * _traces(images) + (energies * energies.mT).sum((2, 3))
+        parts.append((haar.expand(count, -1) / total, normal, squares))
+        if kept.shape[1] < keep:
+            some = min(keep - kept.shape[1], len(omega))
+            normal = omega[:some] - along[:, :some].to(omega) @ bases.mT[:, None]
+            made = torch.linalg.solve_triangular(root[:, :some].to(normal), normal, upper=False)
+            kept = torch.cat([kept, made.mT], 1)
+    haar, normal, squares = (torch.cat(one, 1).cpu() for one in zip(*parts, strict=True))
+    return [
+        RandomSpaces(haar=haar[place], normal=normal[place], normal_squares=squares[place], normal_bases=kept[place])
+        for place in range(count)
+    ]
 
 
-def _whiten(rows: Float[Tensor, "m r d"], images: Float[Tensor, "m r d"]) -> tuple[Tensor, Tensor]:
-    """L with ΩᵀΩ = LLᵀ, and L⁻¹ΩᵀCΩL⁻ᵀ: the moment in an orthonormal basis of the span. Float64."""
-    root = torch.linalg.cholesky((rows @ rows.mT).double())
-    half = torch.linalg.solve_triangular(root, (rows @ images.mT).double(), upper=False)
-    return root, torch.linalg.solve_triangular(root, half.mT, upper=False)
+def _crossed(along: Tensor, reached: Tensor, inside: Tensor) -> Float[Tensor, "k m r r"]:
+    """What WCWᵀ lacks of ΩCΩᵀ: XYᵀ + YXᵀ - XMXᵀ."""
+    one = (reached - along @ inside / 2) @ along.mT
+    return one + one.mT
 
 
-def _traces(matrices: Float[Tensor, "m r r"]) -> Float[Tensor, " m"]:
-    return matrices.diagonal(dim1=1, dim2=2).sum(1)
+def _traces(matrices: Float[Tensor, "*m r r"]) -> Float[Tensor, "*m"]:
+    return matrices.diagonal(dim1=-2, dim2=-1).sum(-1)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Gaussians:
+    omega: Float[Tensor, "m r d"]
+    gram: Float[Tensor, "m r r"]
+    root: Float[Tensor, "m r r"]
 
 
 # All sites of a probe are held against the same draws.
 @lru_cache(maxsize=4)
-def _gaussians(count: int, rank: int, dim: int, seed: int, start: int) -> Float[Tensor, "m r d"]:
+def _gaussians(
+    count: int, rank: int, dim: int, seed: int, start: int, dtype: torch.dtype, device: torch.device
+) -> _Gaussians:
+    """Ω, drawn on the CPU whatever the device, with ΩΩᵀ and its Cholesky factor in float64."""
     generator = torch.Generator().manual_seed(seed + 7919 * start)
-    return torch.randn(count, rank, dim, generator=generator)
+    omega = torch.randn(count, rank, dim, generator=generator)
+    gram = omega.double() @ omega.double().mT
+    root = torch.linalg.cholesky(gram)
+    return _Gaussians(omega=omega.to(device, dtype), gram=gram.to(device), root=root.to(device))
+
+
+@lru_cache(maxsize=4)
+def _signs(draws: int, dim: int, seed: int, dtype: torch.dtype, device: torch.device) -> Float[Tensor, "m d"]:
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randint(2, (draws, dim), generator=generator) * 2 - 1).to(device, dtype)
 
 
 def sign_energies(
@@ -126,7 +203,6 @@ def sign_energies(
 ) -> Float[Tensor, " m"]:
     """N9: E(DQ), D = diag(±1), as the quadratic form sᵀ(C ∘ QQᵀ)s of the signs; float64, on the CPU."""
     axes = basis.to(moment)
-    generator = torch.Generator().manual_seed(seed)
-    signs = (torch.randint(2, (draws, len(moment)), generator=generator) * 2 - 1).to(moment)
+    signs = _signs(draws, len(moment), seed, moment.dtype, moment.device)
     form = moment * (axes @ axes.T)
     return (((signs @ form) * signs).double().sum(1) / moment.diagonal().double().sum()).cpu()

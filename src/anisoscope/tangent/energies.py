@@ -17,7 +17,14 @@ from torch import Tensor
 
 from anisoscope.errors import SpecError
 from anisoscope.kernels.gram import center, for_products, power_of_two_scale, working_dtype
-from anisoscope.tangent.controls import DRAWS, energy_of, random_spaces, second_moment, sign_energies
+from anisoscope.tangent.controls import (
+    DRAWS,
+    RandomSpaces,
+    energies_of,
+    random_spaces_beside,
+    second_moment,
+    sign_energies,
+)
 from anisoscope.tangent.inference import (
     Interval,
     draw_permutations,
@@ -27,7 +34,7 @@ from anisoscope.tangent.inference import (
     sum_groups,
 )
 from anisoscope.tangent.proxies import LocalProxy, Proxy
-from anisoscope.tangent.windows import LEAST_WINDOWS, Pairing, place_in_windows, stack_windows
+from anisoscope.tangent.windows import LEAST_WINDOWS, Pairing, place_in_windows, signal_to_noise, stack_windows
 
 UNCOUPLED_CONTROLS = ("haar", "signs", "next")
 
@@ -84,31 +91,50 @@ def coupled_alignment(
 
     `draws` are those of N1; those of N6 were drawn with the pairing.
     """
-    _check(proxy, pairing.dim)
-    basis = proxy.basis.to(pairing.values)
-    inside = pairing.products_in(basis)
-    energy = jackknife_ratio(inside, pairing.products)
-    moment = second_moment(pairing.gradient)
-    controls = _normals(moment, proxy, energy.value, draws, seed, untrained)
-    permuted = pairing.permuted_energies(basis) if pairing.note is None else torch.empty(0, dtype=torch.float64)
-    controls["permuted"] = _drawn(energy.value, permuted)
-    chance = controls["permuted"].value
-    flat = pairing.values.flatten(0, 1)
-    return Alignment(
-        energy=energy,
-        gain=energy.value / chance if chance else math.nan,
-        excess=energy.value - chance,
-        control="permuted",
-        p=controls["permuted"].p,
-        normal_ratio=_over(energy.value, controls.get("normal")),
-        normal_p=controls["normal"].p if "normal" in controls else math.nan,
-        variance_gain=energy.value / variance_share(flat, basis),
-        signal_to_noise=pairing.split_halves(basis),
-        controls=controls,
-        rank=proxy.rank,
-        dim=proxy.dim,
-        note=_note(pairing.note, energy.value, proxy),
-    )
+    return coupled_alignments(pairing, [proxy], draws=draws, seed=seed, untrained=untrained)[0]
+
+
+def coupled_alignments(
+    pairing: Pairing,
+    proxies: Sequence[Proxy],
+    *,
+    draws: int = DRAWS,
+    seed: int = 0,
+    untrained: Proxy | None = None,
+    spaces: Sequence[RandomSpaces | None] | None = None,
+) -> list[Alignment]:
+    """Of one gradient for several proxies, which costs little more than for one.
+
+    `spaces` are those of `spaces_beside` for the pairing's moment, where they are known.
+    """
+    for proxy in proxies:
+        _check(proxy, pairing.dim)
+    seen = pairing.look_in([proxy.basis for proxy in proxies]) if proxies else []
+    whole = pairing.products.cpu()
+    energies = [jackknife_ratio(one.products, whole) for one in seen]
+    known = _normals(pairing.moment, proxies, [one.value for one in energies], draws, seed, untrained, spaces)
+    found = []
+    for proxy, one, energy, controls in zip(proxies, seen, energies, known, strict=True):
+        controls["permuted"] = _drawn(energy.value, one.permuted)
+        chance = controls["permuted"].value
+        found.append(
+            Alignment(
+                energy=energy,
+                gain=energy.value / chance if chance else math.nan,
+                excess=energy.value - chance,
+                control="permuted",
+                p=controls["permuted"].p,
+                normal_ratio=_over(energy.value, controls.get("normal")),
+                normal_p=controls["normal"].p if "normal" in controls else math.nan,
+                variance_gain=energy.value / one.variance_share if one.variance_share > 0 else math.nan,
+                signal_to_noise=signal_to_noise(one.products),
+                controls=controls,
+                rank=proxy.rank,
+                dim=proxy.dim,
+                note=_note(pairing.note, energy.value, proxy),
+            )
+        )
+    return found
 
 
 def uncoupled_alignment(
@@ -127,7 +153,29 @@ def uncoupled_alignment(
     p is the larger of those of N5 and N9. `documents` are resampled whole for the interval (rows, where none are
     given); `states` are those of the same tokens.
     """
-    _check(proxy, rows.shape[1])
+    settings = {"states": states, "controls": controls, "draws": draws, "seed": seed, "untrained": untrained}
+    return uncoupled_alignments(rows, [proxy], documents=documents, **settings)[0]
+
+
+def uncoupled_alignments(
+    rows: Float[Tensor, "n d"],
+    proxies: Sequence[Proxy],
+    *,
+    documents: Int[Tensor, " n"] | None = None,
+    states: Float[Tensor, "m d"] | None = None,
+    controls: Sequence[str] = UNCOUPLED_CONTROLS,
+    draws: int = DRAWS,
+    seed: int = 0,
+    untrained: Proxy | None = None,
+    moment: Float[Tensor, "d d"] | None = None,
+    spaces: Sequence[RandomSpaces | None] | None = None,
+) -> list[Alignment]:
+    """Of the same rows for several proxies, which costs little more than for one.
+
+    `moment` is their `second_moment` and `spaces` those of `spaces_beside` for it, where they are known.
+    """
+    for proxy in proxies:
+        _check(proxy, rows.shape[1])
     if "permuted" in controls:
         raise SpecError(
             "an uncoupled energy does not depend on which gradient goes with which state: permuted, it is the same "
@@ -135,30 +183,37 @@ def uncoupled_alignment(
         )
     if unknown := set(controls) - set(UNCOUPLED_CONTROLS):
         raise SpecError(f"controls are among {', '.join(UNCOUPLED_CONTROLS)}; came {', '.join(sorted(unknown))}")
-    moment = second_moment(rows)
-    groups = torch.arange(len(rows), device=rows.device) if documents is None else documents
-    energy = ratio_of_sums(*energy_sums(rows, proxy.basis, groups), seed=seed)
-    known = _normals(moment, proxy, energy.value, draws, seed, untrained)
-    if float(moment.diagonal().sum()) > 0:
-        known["signs"] = _drawn(energy.value, sign_energies(moment, proxy.basis, draws=draws, seed=seed))
-    asked = {name: known[name] for name in controls if name in known and not math.isnan(known[name].value)}
-    binding = max(asked, key=lambda name: asked[name].value, default="")
-    tested = [asked[name].p for name in ("haar", "signs") if name in asked]
-    return Alignment(
-        energy=energy,
-        gain=energy.value / (proxy.rank / proxy.dim),
-        excess=energy.value - asked[binding].value if binding else math.nan,
-        control=binding,
-        p=max(tested, default=math.nan),
-        normal_ratio=_over(energy.value, known.get("normal")),
-        normal_p=known["normal"].p if "normal" in known else math.nan,
-        variance_gain=math.nan if states is None else energy.value / variance_share(states, proxy.basis),
-        signal_to_noise=math.nan,
-        controls=known,
-        rank=proxy.rank,
-        dim=proxy.dim,
-        note=_note(None, energy.value, proxy),
-    )
+    moment = second_moment(rows) if moment is None else moment
+    squares = row_squares(rows, [proxy.basis for proxy in proxies])
+    sums = squares if documents is None else sum_groups(squares, documents.cpu())
+    energies = [ratio_of_sums(sums[:, place], sums[:, -1], seed=seed) for place in range(len(proxies))]
+    every = _normals(moment, proxies, [one.value for one in energies], draws, seed, untrained, spaces)
+    some = float(moment.diagonal().sum()) > 0
+    found = []
+    for proxy, energy, known in zip(proxies, energies, every, strict=True):
+        if some:
+            known["signs"] = _drawn(energy.value, sign_energies(moment, proxy.basis, draws=draws, seed=seed))
+        asked = {name: known[name] for name in controls if name in known and not math.isnan(known[name].value)}
+        binding = max(asked, key=lambda name: asked[name].value, default="")
+        tested = [asked[name].p for name in ("haar", "signs") if name in asked]
+        found.append(
+            Alignment(
+                energy=energy,
+                gain=energy.value / (proxy.rank / proxy.dim),
+                excess=energy.value - asked[binding].value if binding else math.nan,
+                control=binding,
+                p=max(tested, default=math.nan),
+                normal_ratio=_over(energy.value, known.get("normal")),
+                normal_p=known["normal"].p if "normal" in known else math.nan,
+                variance_gain=math.nan if states is None else energy.value / variance_share(states, proxy.basis),
+                signal_to_noise=math.nan,
+                controls=known,
+                rank=proxy.rank,
+                dim=proxy.dim,
+                note=_note(None, energy.value, proxy),
+            )
+        )
+    return found
 
 
 def local_alignment(
@@ -215,10 +270,16 @@ def energy_sums(
     rows: Float[Tensor, "n d"], basis: Float[Tensor, "d r"], groups: Int[Tensor, " n"]
 ) -> tuple[Float[Tensor, " g"], Float[Tensor, " g"]]:
     """Σ ‖Qᵀa‖² and Σ ‖a‖² over the rows of each group, in float64."""
-    raw = rows.to(working_dtype(rows.dtype))
-    squares = [torch.linalg.vector_norm(one, dim=1).double().square() for one in (raw @ basis.to(raw), raw)]
-    sums = sum_groups(torch.stack(squares, 1), groups)
+    sums = sum_groups(row_squares(rows, [basis]), groups.cpu())
     return sums[:, 0], sums[:, 1]
+
+
+def row_squares(rows: Float[Tensor, "n d"], bases: Sequence[Tensor]) -> Float[Tensor, "n k"]:
+    """‖Qᵀa‖² of every row for each basis and, last, ‖a‖²; float64, on the CPU: what follows is small."""
+    raw = rows.to(working_dtype(rows.dtype))
+    inside = raw @ torch.cat([one.to(raw) for one in bases], 1)
+    parts = [*inside.split([one.shape[1] for one in bases], 1), raw]
+    return torch.stack([torch.linalg.vector_norm(one, dim=1) for one in parts], 1).double().square().cpu()
 
 
 def variance_share(states: Float[Tensor, "n d"], basis: Float[Tensor, "d r"]) -> float:
@@ -229,22 +290,42 @@ def variance_share(states: Float[Tensor, "n d"], basis: Float[Tensor, "d r"]) ->
     return float(inside) / total if total > 0 and float(inside) > 0 else math.nan
 
 
+def spaces_beside(
+    moment: Float[Tensor, "d d"], proxies: Sequence[Proxy], *, draws: int = DRAWS, seed: int = 0, keep: int = 0
+) -> list[RandomSpaces | None]:
+    """N5 and N1 for each proxy; None where it leaves no normal space. With bases to keep come the squares too."""
+    bases = [proxy.basis for proxy in proxies if 2 * proxy.rank <= proxy.dim]
+    found = iter(random_spaces_beside(moment, bases, draws=draws, seed=seed, keep=keep, squares=keep > 0))
+    return [next(found) if 2 * proxy.rank <= proxy.dim else None for proxy in proxies]
+
+
 def _normals(
-    moment: Float[Tensor, "d d"], proxy: Proxy, energy: float, draws: int, seed: int, untrained: Proxy | None
-) -> dict[str, Control]:
-    """N1, N2, N3, N5 and N7, those that exist."""
-    found: dict[str, Control] = {}
-    if math.isnan(energy):
-        return found
-    if 2 * proxy.rank <= proxy.dim:
-        spaces = random_spaces(moment, proxy.basis, draws=draws, seed=seed)
-        found |= {"haar": _drawn(energy, spaces.haar), "normal": _drawn(energy, spaces.normal)}
-    for name, basis in (("next", proxy.following), ("last", proxy.last)):
-        if basis.shape[1] == proxy.rank:
-            found[name] = Control(value=energy_of(moment, basis))
-    if untrained is not None:
-        _check(untrained, proxy.dim)
-        found["untrained"] = Control(value=energy_of(moment, untrained.basis))
+    moment: Float[Tensor, "d d"],
+    proxies: Sequence[Proxy],
+    energies: Sequence[float],
+    draws: int,
+    seed: int,
+    untrained: Proxy | None,
+    spaces: Sequence[RandomSpaces | None] | None,
+) -> list[dict[str, Control]]:
+    """N1, N2, N3, N5 and N7, those that exist, for each proxy."""
+    if not proxies or math.isnan(energies[0]):
+        return [{} for _ in proxies]
+    if spaces is None:
+        spaces = spaces_beside(moment, proxies, draws=draws, seed=seed)
+    others: dict[tuple[int, str], Tensor] = {}
+    for place, proxy in enumerate(proxies):
+        beside = {"next": proxy.following, "last": proxy.last}
+        others |= {(place, name): basis for name, basis in beside.items() if basis.shape[1] == proxy.rank}
+        if untrained is not None:
+            _check(untrained, proxy.dim)
+            others[place, "untrained"] = untrained.basis
+    values = dict(zip(others, energies_of(moment, list(others.values())), strict=True))
+    found = []
+    for place, (energy, here) in enumerate(zip(energies, spaces, strict=True)):
+        drawn = {} if here is None else {"haar": _drawn(energy, here.haar), "normal": _drawn(energy, here.normal)}
+        fixed = {name: Control(value=values[at, name]) for at, name in others if at == place}
+        found.append(drawn | fixed)
     return found
 
 

@@ -2,13 +2,14 @@
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from anisoscope.errors import SpecError
-from anisoscope.tangent.energies import energy_sums
+from anisoscope.tangent.energies import row_squares
 from anisoscope.tangent.inference import (
     RESAMPLES,
     Correlation,
@@ -16,6 +17,7 @@ from anisoscope.tangent.inference import (
     permutation_correlation,
     ranks,
     ratio_of_sums,
+    sum_groups,
 )
 
 BINS = 10
@@ -36,16 +38,29 @@ class Bin:
     types: int
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class ByFrequency:
     """Per-bin energies, and how the energy of a type goes with its frequency."""
 
     bins: tuple[Bin, ...]
-    linear: Correlation
-    """Energy of a type on its log frequency; each type counts once, by the same number of occurrences."""
-    spearman: Correlation
-    """The same on ranks (r is Spearman's; ranks are those of the whole sample, also where types are resampled)."""
+    known: Float[Tensor, " v"]
+    """Log frequencies of the types that count,"""
+    energies: Float[Tensor, " v"]
+    """and their energies, each by the same number of occurrences."""
+    seed: int
+    resamples: int
     note: str | None = None
+
+    @cached_property
+    def linear(self) -> Correlation:
+        """Energy of a type on its log frequency; each type counts once."""
+        return permutation_correlation(self.known, self.energies, seed=self.seed, resamples=self.resamples)
+
+    @cached_property
+    def spearman(self) -> Correlation:
+        """The same on ranks (r is Spearman's; ranks are those of the whole sample, also where types are resampled)."""
+        found = ranks(self.known), ranks(self.energies)
+        return permutation_correlation(*found, seed=self.seed, resamples=self.resamples)
 
 
 def bin_tokens(
@@ -86,36 +101,65 @@ def energy_by_frequency(
     its tokens: the energy of many is less scattered and, a ratio of sums, on average another than that of few. For a
     bin's part of a weight gradient give `pair_windows` the bin as the tokens to keep.
     """
-    dim, rank = basis.shape
+    squares = row_squares(rows, [basis])
+    return squares_by_frequency(
+        squares,
+        (basis.shape[0], basis.shape[1]),
+        log_frequency,
+        types,
+        bins=bins,
+        by=by,
+        occurrences=occurrences,
+        seed=seed,
+        resamples=resamples,
+    )
+
+
+def squares_by_frequency(
+    squares: Float[Tensor, "n 2"],
+    shape: tuple[int, int],
+    log_frequency: Float[Tensor, " n"],
+    types: Int[Tensor, " n"],
+    *,
+    bins: int = BINS,
+    by: str = "tokens",
+    occurrences: int = 1,
+    seed: int = 0,
+    resamples: int = RESAMPLES,
+) -> ByFrequency:
+    """`energy_by_frequency` from what `row_squares` found for a basis of that shape, ‖Qᵀa‖² and ‖a‖²."""
+    (dim, rank), log_frequency, types = shape, log_frequency.cpu(), types.cpu()
     place = bin_tokens(log_frequency, types, bins=bins, by=by)
     generator = torch.Generator().manual_seed(seed)
-    shuffled = torch.randperm(len(rows), generator=generator).to(rows.device)
+    shuffled = torch.randperm(len(squares), generator=generator)
     members = [shuffled[place[shuffled] == one] for one in range(bins)]
     filled = [one for one in members if len(one)]
     size = min((len(one) for one in filled), default=0)
     found = []
     for index in (one[:size] for one in filled):
-        above, below = energy_sums(rows[index], basis, types[index])
-        energy = ratio_of_sums(above, below, seed=seed, resamples=resamples)
+        sums = sum_groups(squares[index], types[index])
+        energy = ratio_of_sums(sums[:, 0], sums[:, 1], seed=seed, resamples=resamples)
         found.append(
             Bin(
                 log_frequency=float(log_frequency[index].double().mean()),
                 energy=energy,
                 normal=(1 - energy.value) * rank / (dim - rank),
                 tokens=size,
-                types=len(above),
+                types=len(sums),
             )
         )
     drawn = _draw_occurrences(types[shuffled], occurrences)
-    above, below = energy_sums(rows[shuffled[drawn.flatten()]], basis, types[shuffled[drawn.flatten()]])
+    sums = sum_groups(squares[shuffled[drawn.flatten()]], types[shuffled[drawn.flatten()]])
+    above, below = sums.T
     energies, known = above / torch.where(below > 0, below, math.nan), log_frequency[shuffled[drawn[:, 0]]].double()
     usable = energies.isfinite() & known.isfinite()
-    known, energies = known[usable], energies[usable]
     empty = bins - len(filled)
     return ByFrequency(
         bins=tuple(found),
-        linear=permutation_correlation(known, energies, seed=seed, resamples=resamples),
-        spearman=permutation_correlation(ranks(known), ranks(energies), seed=seed, resamples=resamples),
+        known=known[usable],
+        energies=energies[usable],
+        seed=seed,
+        resamples=resamples,
         note=f"{empty} of {bins} bins are empty: single types are more than a bin" if empty else None,
     )
 

@@ -17,6 +17,8 @@ LEVEL = 0.95
 RESAMPLES = 999
 # Random numbers held at one time.
 DRAWN_ELEMENTS = 1 << 20
+# Of a bootstrap that is kept for the next of as many.
+KEPT_ELEMENTS = 1 << 19
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,10 +109,13 @@ def ratio_of_sums(
     value = _ratio(sums.sum(0))
     if len(sums) < 2:
         return Interval(value=value)
-    generator = torch.Generator().manual_seed(seed)
-    step = max(1, DRAWN_ELEMENTS // len(sums))
-    sizes = [min(step, resamples - start) for start in range(0, resamples, step)]
-    again = torch.cat([_draw_weights(size, len(sums), generator) @ sums for size in sizes])
+    if resamples * len(sums) <= KEPT_ELEMENTS:
+        again = _kept_weights(resamples, len(sums), seed) @ sums
+    else:
+        generator = torch.Generator().manual_seed(seed)
+        step = max(1, DRAWN_ELEMENTS // len(sums))
+        sizes = [min(step, resamples - start) for start in range(0, resamples, step)]
+        again = torch.cat([_draw_weights(size, len(sums), generator) @ sums for size in sizes])
     return Interval(value=value, **_ends((again[:, 0] / again[:, 1])[again[:, 1] > 0]))
 
 
@@ -189,6 +194,12 @@ def _drawn(rows: int, count: int, seed: int, start: int) -> tuple[Float[Tensor, 
     generator = torch.Generator().manual_seed(seed + 7919 * start)
     weights = _draw_weights(rows, count, generator)
     return weights, torch.rand(rows, count, generator=generator).argsort(1)
+
+
+# Sites, gradients and proxies of a probe have the same documents, and bins of as many types.
+@lru_cache(maxsize=32)
+def _kept_weights(rows: int, count: int, seed: int) -> Float[Tensor, "m v"]:
+    return _draw_weights(rows, count, torch.Generator().manual_seed(seed))
 
 
 def _draw_weights(rows: int, count: int, generator: torch.Generator) -> Float[Tensor, "m v"]:

@@ -32,6 +32,8 @@ HELD_ELEMENTS = 1 << 24
 CONE_TOLERANCE = 1e-3
 # A direction with less of the largest singular value does not exist.
 SMALLEST = 1e-5
+# Up to so many coordinates a decomposition is quicker on the CPU than on a GPU.
+SMALL_DIM = 512
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -146,31 +148,81 @@ def fit_global(
     rank; where there are more, the leading singular vectors of what they make of the states.
     Several checkpoints have equal weight: each is centred by its own mean and scaled to a total variance of one.
     """
-    if method not in ("pca", "svd", "seminmf"):
-        raise SpecError(f"a tangent proxy is one of {', '.join(METHODS)}; came {method!r}")
-    if (method == "pca" and centred is False) or (method == "svd" and centred):
-        raise SpecError("pca is centred and svd is not: ask for the other of the two")
-    centred = method != "svd" if centred is None else centred
+    return fit_globals(states, methods=(method,), rank=rank, centred=centred, concepts=concepts, seed=seed)[method]
+
+
+def fit_globals(
+    states: Float[Tensor, "n d"] | Sequence[Shaped[Tensor, "_ d"]],
+    *,
+    methods: Sequence[str],
+    rank: int | str = 16,
+    centred: bool | None = None,
+    concepts: int | None = None,
+    seed: int = 0,
+) -> dict[str, Proxy]:
+    """Proxies of the same states by several methods: their covariance and its decomposition are made once."""
     several = [states] if isinstance(states, Tensor) else list(states)
-    points, mean = _pool(several, centred)
+    known: dict[bool, _Spread] = {}
+    found = {}
+    for method in methods:
+        if method not in ("pca", "svd", "seminmf"):
+            raise SpecError(f"a tangent proxy is one of {', '.join(METHODS)}; came {method!r}")
+        if (method == "pca" and centred is False) or (method == "svd" and centred):
+            raise SpecError("pca is centred and svd is not: ask for the other of the two")
+        around = method != "svd" if centred is None else centred
+        if around not in known:
+            known[around] = _spread_of(several, around)
+        found[method] = _fit(known[around], several[-1], method, rank, around, concepts, seed)
+    return found
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Spread:
+    points: Float[Tensor, "n d"]
+    mean: Float[Tensor, " d"]
+    covariance: Float[Tensor, "d d"]
+    values: Float[Tensor, " d"]
+    """Descending."""
+    vectors: Float[Tensor, "d d"]
+
+
+def _spread_of(states: Sequence[Tensor], centred: bool) -> _Spread:
+    points, mean = _pool(states, centred)
     covariance = points.T @ points
-    values, vectors = torch.linalg.eigh(covariance)
-    values, vectors = values.flip(0).clamp_min(0), vectors.flip(1)
-    wanted, notes = choose_rank(rank, values.double(), several[-1])
+    values, vectors = _eigh(covariance)
+    return _Spread(points=points, mean=mean, covariance=covariance, values=values.clamp_min(0), vectors=vectors)
+
+
+def _eigh(matrix: Float[Tensor, "d d"]) -> tuple[Float[Tensor, " d"], Float[Tensor, "d d"]]:
+    """Eigenvalues, descending, and eigenvectors; of small matrices on the CPU, where a GPU takes longer."""
+    values, vectors = torch.linalg.eigh(matrix.cpu() if len(matrix) <= SMALL_DIM else matrix)
+    return values.flip(0).to(matrix), vectors.flip(1).to(matrix)
+
+
+def _fit(
+    spread: _Spread,
+    states: Tensor,
+    method: str,
+    rank: int | str,
+    centred: bool,
+    concepts: int | None,
+    seed: int,
+) -> Proxy:
+    covariance, vectors = spread.covariance, spread.vectors
+    wanted, notes = choose_rank(rank, spread.values.double(), states)
     if method == "seminmf":
-        basis = _cone_basis(points, wanted, concepts or wanted, seed)
+        basis = _cone_basis(spread, wanted, concepts or wanted, seed)
         if basis.shape[1] < wanted:
             notes = (*notes, f"the semi-NMF has {basis.shape[1]} independent directions; {wanted} were asked for")
-        outside = _project_out(covariance, basis)
         # The basis itself comes last, with zeros.
-        others = torch.linalg.eigh(outside).eigenvectors.flip(1)[:, : len(basis) - basis.shape[1]]
+        others = _eigh(_project_out(covariance, basis))[1][:, : len(basis) - basis.shape[1]]
     else:
         basis, others = vectors[:, :wanted], vectors[:, wanted:]
-    held = float(((covariance @ basis) * basis).sum() / values.sum())
+    held = float(((covariance @ basis) * basis).sum() / spread.values.sum())
     size = basis.shape[1]
     return Proxy(
         basis=basis,
-        mean=mean,
+        mean=spread.mean,
         following=others[:, :size],
         last=others[:, max(others.shape[1] - size, 0) :],
         explained=held,
@@ -186,8 +238,9 @@ def without_mean(proxy: Proxy) -> Proxy:
     if length == 0:
         return proxy
     mean = (proxy.mean / length).to(proxy.basis)[:, None]
-    left, lengths, _ = torch.linalg.svd(proxy.basis - mean @ (mean.T @ proxy.basis), full_matrices=False)
-    basis = left[:, lengths > LEFT_WITHOUT_MEAN]
+    rest = (proxy.basis - mean @ (mean.T @ proxy.basis)).cpu()
+    left, lengths, _ = torch.linalg.svd(rest, full_matrices=False)
+    basis = left[:, lengths > LEFT_WITHOUT_MEAN].to(proxy.basis)
     away = torch.cat([basis, mean], 1)
     controls = {name: outside(getattr(proxy, name), away)[:, : basis.shape[1]] for name in ("following", "last")}
     dropped = proxy.rank - basis.shape[1]
@@ -271,16 +324,20 @@ def _pool(states: Sequence[Tensor], centred: bool) -> tuple[Float[Tensor, "n d"]
     return torch.cat(parts) / math.sqrt(len(parts)), torch.stack(means).mean(0)
 
 
-def _cone_basis(points: Float[Tensor, "n d"], rank: int, concepts: int, seed: int) -> Float[Tensor, "d r"]:
+def _cone_basis(spread: _Spread, rank: int, concepts: int, seed: int) -> Float[Tensor, "d r"]:
     """Leading right singular vectors of ZD, which span what D spans where there are no more concepts than directions.
 
     Not of D with each direction weighted by its own codes: codes of directions that cancel each other are the largest.
     """
     if concepts < rank:
         raise SpecError(f"{concepts} concepts do not span {rank} directions: ask for at least {rank}")
-    found = semi_nmf(points, concepts, seed=seed, tolerance=CONE_TOLERANCE)
-    corner = torch.linalg.qr(found.codes.double(), mode="r").R
-    _, lengths, axes = torch.linalg.svd(corner @ found.directions.double(), full_matrices=False)
+    points = spread.points
+    found = semi_nmf(points, concepts, seed=seed, tolerance=CONE_TOLERANCE, axes=spread.vectors)
+    # The same singular values and right vectors as ZD: (ZᵀZ)^½ D.
+    codes, directions = found.codes.double(), found.directions.double().cpu()
+    squares, turn = torch.linalg.eigh((codes.T @ codes).cpu())
+    corner = squares.clamp_min(0).sqrt()[:, None] * turn.T
+    _, lengths, axes = torch.linalg.svd(corner @ directions, full_matrices=False)
     return axes[:rank][lengths[:rank] > SMALLEST * lengths[0]].T.to(points)
 
 
@@ -292,5 +349,5 @@ def _project_out(matrix: Float[Tensor, "d d"], basis: Float[Tensor, "d r"]) -> F
 
 def outside(vectors: Float[Tensor, "d q"], basis: Float[Tensor, "d r"]) -> Float[Tensor, "d p"]:
     """An orthonormal basis of what the vectors span outside another basis, in their order."""
-    axes, corner = torch.linalg.qr(vectors - basis @ (basis.T @ vectors))
-    return axes[:, corner.diagonal().abs() > LEFT_WITHOUT_MEAN]
+    axes, corner = torch.linalg.qr((vectors - basis @ (basis.T @ vectors)).cpu())
+    return axes[:, corner.diagonal().abs() > LEFT_WITHOUT_MEAN].to(vectors)

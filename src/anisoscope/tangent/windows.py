@@ -17,14 +17,15 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from anisoscope.errors import SpecError, StatesError
-from anisoscope.kernels.gram import center, for_products, power_of_two_scale
+from anisoscope.kernels.gram import center, for_products, power_of_two_scale, squared_norms
+from anisoscope.tangent.controls import second_moment
 from anisoscope.tangent.inference import Permutations, draw_permutations
 
 # Fewer windows than this do not keep the nominal rate.
 LEAST_WINDOWS = 32
 DRAWS = 199
 # Numbers held at one time by a table of products: caches hold the first, a GPU is busy with the second.
-TABLE_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 25}
+TABLE_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 25}
 # Tokens up to which all products of two tokens are kept.
 KEPT_TOKENS = 8192
 
@@ -80,48 +81,95 @@ class Pairing:
         """⟨A_wᵀH_w, A_vᵀH_v⟩; their sum is ‖G‖²."""
         return self._own[1]
 
-    def products_in(self, basis: Float[Tensor, "d r"]) -> Float[Tensor, "w w"]:
-        """⟨A_wᵀH_wQ, A_vᵀH_vQ⟩; their sum is ‖GQ‖²."""
-        return _own_products(self.gradients, self.values @ basis.to(self.values))[1]
+    @cached_property
+    def moment(self) -> Float[Tensor, "d d"]:
+        """GᵀG over its trace."""
+        return second_moment(self.gradient)
+
+    @cached_property
+    def spread(self) -> float:
+        """‖H‖²."""
+        return float(squared_norms(self.values.flatten(0, 1)).sum())
 
     @cached_property
     def permuted_squares(self) -> Float[Tensor, " m"]:
         """‖G_π‖², float64."""
-        count, length, width = self.gradients.shape
-        tokens, rings = count * length, len(self.permutations.rings)
-        by_turns = rings * width * self.dim * (2 * tokens + count**2)
-        by_tokens = tokens**2 * (width + self.dim + rings * count // 2) // 2
-        if tokens <= KEPT_TOKENS and by_tokens < by_turns:
+        if self._by_tokens:
             return _squares_by_tokens(self.gradients, self.values, self.permutations)
         return _squares_by_turns(self.gradients, self.values, self.permutations)[0]
 
+    @property
+    def _by_tokens(self) -> bool:
+        """Whether products of tokens need fewer multiplications than products of frequencies."""
+        count, length, width = self.gradients.shape
+        tokens, rings = count * length, len(self.permutations.rings)
+        by_turns = rings * width * self.dim * (2 * tokens + count**2)
+        return tokens <= KEPT_TOKENS and tokens**2 * (width + self.dim + rings * count // 2) // 2 < by_turns
+
     def permuted_energies(self, basis: Float[Tensor, "d r"]) -> Float[Tensor, " m"]:
         """‖G_πQ‖² / ‖G_π‖² for each permutation, float64, on the CPU."""
-        return self.permuted_energies_in([basis])[0]
+        return self._energies(self.values @ basis.to(self.values), [basis])[0]
 
-    def permuted_energies_in(self, bases: Sequence[Tensor]) -> Float[Tensor, "k m"]:
-        """The same for several bases at once, which share what they have in common."""
-        beside = torch.cat([one.to(self.values) for one in bases], 1)
+    def _energies(self, inside: Float[Tensor, "w t q"], bases: Sequence[Tensor]) -> Float[Tensor, "k m"]:
+        """The same for several bases at once, in which the states are known."""
+        if "permuted_squares" in self.__dict__ or self._by_tokens:
+            whole = self.permuted_squares
+            sizes = [one.shape[1] for one in bases]
+            squares = _squares_by_turns(self.gradients, inside, self.permutations, sizes=sizes)[1:]
+        else:
+            whole, *each = _squares_by_turns(self.gradients, self.values, self.permutations, bases=bases)
+            self.__dict__["permuted_squares"], squares = whole, torch.stack(each)
+        return (squares / whole).cpu()
+
+    def look_in(self, bases: Sequence[Tensor]) -> list["PairedIn"]:
+        """What is to be known of several subspaces, from one projection of the states."""
         sizes = [one.shape[1] for one in bases]
-        inside = _squares_by_turns(self.gradients, self.values @ beside, self.permutations, sizes)
-        return (inside / self.permuted_squares).cpu()
+        inside = self.values @ _beside(bases, self.values)
+        own = torch.cat([some.mT @ inside for some in _columns(self.gradients, inside[:, 0].numel())], 1)
+        flat = [part.flatten(1) for part in own.split(sizes, 2)]
+        squares = torch.linalg.vector_norm(inside.flatten(0, 1), dim=0).double().square().cpu()
+        permuted = self._energies(inside, bases) if self.note is None else squares.new_empty(len(bases), 0)
+        return [
+            PairedIn(
+                products=(one @ one.T).double().cpu(),
+                permuted=draws,
+                variance_share=float(part.sum()) / self.spread if self.spread > 0 else math.nan,
+            )
+            for one, draws, part in zip(flat, permuted, squares.split(sizes), strict=True)
+        ]
 
     def split_halves(self, basis: Float[Tensor, "d r"] | None = None) -> float:
-        """Signal to noise of the gradient (in the basis): ⟨G₁, G₂⟩ / ‖G₁ - G₂‖², each averaged over all halvings.
+        """Signal to noise of the gradient (in the basis): see `signal_to_noise`."""
+        return signal_to_noise(self.products if basis is None else self.look_in([basis])[0].products)
 
-        G₁ and G₂ are the sums over two halves of the windows. What differs from window to window leaves their product
-        near zero on average; what all windows share leaves nothing of their difference.
-        """
-        products = self.products if basis is None else self.products_in(basis)
-        count, own = len(products), float(products.diagonal().sum())
-        if count < 2:
-            return math.nan
-        # Two windows land in different halves with probability W / 2(W - 1), for even W.
-        apart = count / (2 * (count - 1))
-        others = float(products.sum()) - own
-        crossed = others * apart / 2
-        noise = own + others * (1 - 2 * apart)
-        return crossed / noise if noise > 0 else math.nan
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PairedIn:
+    """A pairing seen in a subspace; on the CPU, in float64."""
+
+    products: Float[Tensor, "w w"]
+    """⟨A_wᵀH_wQ, A_vᵀH_vQ⟩; their sum is ‖GQ‖²."""
+    permuted: Float[Tensor, " m"]
+    """‖G_πQ‖² / ‖G_π‖²; none where there are too few windows."""
+    variance_share: float
+    """Of the states: ‖HQ‖² / ‖H‖²."""
+
+
+def signal_to_noise(products: Float[Tensor, "w w"]) -> float:
+    """⟨G₁, G₂⟩ / ‖G₁ - G₂‖², each averaged over all halvings of the windows, from products between windows.
+
+    G₁ and G₂ are the sums over two halves. What differs from window to window leaves their product near zero on
+    average; what all windows share leaves nothing of their difference.
+    """
+    count, own = len(products), float(products.diagonal().sum())
+    if count < 2:
+        return math.nan
+    # Two windows land in different halves with probability W / 2(W - 1), for even W.
+    apart = count / (2 * (count - 1))
+    others = float(products.sum()) - own
+    crossed = others * apart / 2
+    noise = own + others * (1 - 2 * apart)
+    return crossed / noise if noise > 0 else math.nan
 
 
 def pair_windows(
@@ -165,6 +213,10 @@ def _centred(rows: Float[Tensor, "n d"], keep: Bool[Tensor, " n"] | None) -> Flo
     return for_products(points / power_of_two_scale(points).to(points.dtype))
 
 
+def _beside(bases: Sequence[Tensor], like: Tensor) -> Float[Tensor, "d q"]:
+    return torch.cat([one.to(like) for one in bases], 1)
+
+
 def _own_products(
     gradients: Float[Tensor, "w t e"], values: Float[Tensor, "w t r"]
 ) -> tuple[Float[Tensor, "e r"], Float[Tensor, "w w"]]:
@@ -189,24 +241,26 @@ def _squares_by_turns(
     gradients: Float[Tensor, "w t e"],
     values: Float[Tensor, "w t r"],
     permutations: Permutations,
-    sizes: Sequence[int] | None = None,
+    *,
+    sizes: Sequence[int] = (),
+    bases: Sequence[Tensor] = (),
 ) -> Float[Tensor, "k m"]:
-    """‖Σ_w A_π(w)ᵀX_w‖² of each group of so many columns of X (all of them, where no sizes are given).
+    """‖G_π‖² for G_π = Σ_w A_π(w)ᵀX_w; then that of each group of so many columns, or ‖G_πQ‖² for each of some bases.
 
     Over the turns k of a ring the sum is a circular correlation, Σ_u A_{u+k}ᵀX_u, and so in frequencies along the ring
     a product for each. About e·r·(2n + w²) multiplications for a ring, transforms included.
     """
     count, length, rank = values.shape
     rings = permutations.rings.to(values.device)
-    squares = torch.zeros(len(sizes or (0,)), rings.numel(), dtype=torch.float64, device=values.device)
+    squares = torch.zeros(1 + len(sizes or bases), rings.numel(), dtype=torch.float64, device=values.device)
     if not len(permutations):
         return squares[:, :0]
     cosines, sines = _waves(count, values)
-    weights = torch.full((len(cosines), 1), 2.0, dtype=values.dtype, device=values.device)
-    # Two frequencies that are their own negatives stand once: none, and half the ring where it is even.
-    weights[0] = 1
+    # A frequency stands for its negative too; 0, and half the ring where it is even, are their own.
+    weights = torch.full((len(cosines), 1), 2 * math.sqrt(count), dtype=values.dtype, device=values.device)
+    weights[0] /= 2
     if count % 2 == 0:
-        weights[-1] = 1
+        weights[-1] /= 2
     states = values[rings[0]].flatten(1)
     real, imaginary = ((wave @ states).view(-1, length, rank) for wave in (cosines, sines))
     # (a + ib)(c - id) = (ac + bd) + i(bc - ad), with both parts of a factor along one axis.
@@ -220,12 +274,12 @@ def _squares_by_turns(
             found.addmm_(back[1], (both @ second).flatten(1))
             found = found.view(count, -1, rank)
             here = slice(number * count, (number + 1) * count)
-            if sizes is None:
-                squares[0, here] += torch.linalg.vector_norm(found.flatten(1), dim=1).double().square()
-            else:
-                lengths = found.square().sum(1).double()
-                for place, part in enumerate(lengths.split(list(sizes), 1)):
-                    squares[place, here] += part.sum(1)
+            squares[0, here] += torch.linalg.vector_norm(found.flatten(1), dim=1).double().square()
+            if sizes or bases:
+                inside = found @ _beside(bases, found) if bases else found
+                lengths = inside.square().sum(1).double()
+                parts = lengths.split(list(sizes) or [one.shape[1] for one in bases], 1)
+                squares[1:, here] += torch.stack([part.sum(1) for part in parts])
     return squares[:, permutations.chosen.to(values.device)]
 
 
@@ -248,18 +302,18 @@ def _squares_by_tokens(
     count, length, _ = values.shape
     if not len(permutations):
         return torch.zeros(0, dtype=torch.float64, device=values.device)
-    blocks = gradients.new_empty(count, count, length, length)
-    for window in range(count):
-        found = gradients[window] @ gradients[window:].mT
-        blocks[window, window:] = found
-        blocks[window:, window] = found.mT
+    blocks, flat = gradients.new_empty(count, count, length, length), gradients.flatten(0, 1)
+    # Some windows at a time against all: twice the products that symmetry leaves, in fewer and larger parts.
+    for some, rows in zip(blocks.split(8), flat.split(8 * length), strict=True):
+        some.copy_((rows @ flat.T).view(-1, length, count, length).transpose(1, 2))
     rings, place = permutations.rings.to(values.device), torch.arange(count, device=values.device)
-    states = values[rings[0]]
+    # Twice around: those that are δ further on are a part, not a copy.
+    around = values[torch.cat([rings[0], rings[0]])]
     # Row k, column u: where the window at place u of the first ring is after k turns.
     turned = (place[:, None] + place) % count
     squares = torch.zeros(rings.shape, dtype=torch.float64, device=values.device)
     for apart in range(count // 2 + 1):
-        beside = states @ states.roll(-apart, 0).mT
+        beside = around[:count] @ around[apart : apart + count].mT
         met = blocks[rings, rings.roll(-apart, 1)]
         table = (met.flatten(0, 1).flatten(1) @ beside.flatten(1).T).view(len(rings), count, count)
         # Pairs that are -δ apart give the same; 0 and half the ring are their own negatives.
