@@ -81,6 +81,31 @@ def test_norms_attention_occurrences_and_weights_agree_between_cpu_and_gpu(corpu
         assert two.note == one.note, place
 
 
+def test_gradients_types_and_their_nulls_agree_between_cpu_and_gpu() -> None:
+    from anisoscope.models import load_model
+
+    spec = an.Spec(
+        model="pocket-decoder",
+        tokens=64 * 64,
+        seq_len=64,
+        rank=8,
+        sites=("block.1", "block.4"),
+        metrics=("alignment", "pinning"),
+    )
+    here, there = (
+        an.measure(spec, model=load_model("pocket-decoder", device=device), progress=False)
+        for device in ("cpu", "cuda")
+    )
+    assert len(here.records) > 200
+    for one, two in zip(here.records, there.records, strict=True):
+        place = (one.metric, one.site, one.population, one.gradient, one.proxy, one.variant, one.control)
+        # A semi-NMF goes its own way from the first rounding on, as two seeds do; what is drawn is the same.
+        close = {"rel": 0.1, "abs": 0.02} if one.proxy == "seminmf" else {"rel": 5e-3, "abs": 1e-3}
+        assert two.value == pytest.approx(one.value, nan_ok=True, **close), place
+        if one.p is not None and one.proxy != "seminmf":
+            assert two.p == pytest.approx(one.p, abs=0.011), place
+
+
 def test_low_precision_models_are_measured_on_the_gpu(corpus_file: Path) -> None:
     whole, half = (measure_on("cuda", corpus_file, dtype=dtype) for dtype in ("float32", "bfloat16"))
     for one, two in zip(whole.records, half.records, strict=True):

@@ -32,6 +32,7 @@ COMPUTING = (
     {"gauge"},
     {"gradients", "updates"},
     {"probed", "past"},
+    {"held"},
     {"alignment", "pinning", "curvature", "concepts"},
     {"handed"},
     {"running"},

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from test_report import stored, unit_of
@@ -148,7 +149,10 @@ def test_a_port_that_is_taken_is_a_sentence(folder: Path) -> None:
 
 def test_the_command_prints_its_address_and_ends_cleanly(folder: Path) -> None:
     command = [sys.executable, "-c", "from anisoscope.cli import main; main()", "serve", str(folder)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    piped: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    # A test run in the background inherits an ignored SIGINT, and would pass it on.
+    piped["preexec_fn"] = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
+    with subprocess.Popen(command, **piped) as process:
         try:
             assert process.stdout is not None
             address = re.fullmatch(r"http://127\.0\.0\.1:(\d+)/\n", process.stdout.readline())

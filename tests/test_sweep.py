@@ -411,10 +411,11 @@ def test_claims_are_printed_and_gates_decide_the_exit_code(undisturbed_store: St
 
 def test_drift_is_followed_with_a_sweep_and_judged(run_folder: Path, corpus_file: Path, tmp_path: Path) -> None:
     words = ["sweep", str(run_folder), "--corpus", str(corpus_file), *FLAGS, "--every", "3", "--drift"]
-    assert call(*words, "-o", str(tmp_path)).exit_code == 0
+    told = call(*words, "-o", str(tmp_path))
+    assert told.exit_code == 0, told.stderr
     rows = [row for row in Store(tmp_path).table().to_pylist() if row["site"] == "unembed.weight"]
-    assert [(row["step"], row["variant"]) for row in rows[::3]] == [(4, "from=0"), (16, "from=4")]
-    assert {row["metric"] for row in rows} == {"common_drift", "common_drift_share", "rare_drift"}
+    assert [(row["step"], row["variant"]) for row in rows[::4]] == [(4, "from=0"), (16, "from=4")]
+    assert {row["metric"] for row in rows} == {"common_drift", "common_drift_share", "rare_drift", "update_alignment"}
     # Each of these checkpoints was drawn by itself: nothing is common.
     assert all(row["value"] < 0.1 for row in rows if row["metric"] == "common_drift_share")
     verdicts = json.loads(call("claims", str(tmp_path), "--json").stdout)

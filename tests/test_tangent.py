@@ -761,3 +761,15 @@ def test_what_is_left_beside_one_dominating_direction_is_found_in_float32() -> N
         for b in bases
     ]
     torch.testing.assert_close(found, torch.stack(exact), rtol=1e-2, atol=1e-7)
+
+
+def test_normal_spaces_exist_where_they_are_half_of_all_directions() -> None:
+    generator = torch.Generator().manual_seed(6)
+    states = torch.randn(1024, 32, generator=generator)
+    basis = fit_global(states, rank=16).basis
+    moment = second_moment(torch.randn(300, 32, generator=generator))
+    spaces = random_spaces(moment, basis, draws=199, seed=3)
+    # There is one normal space of rank 16, and it has what the basis has not.
+    torch.testing.assert_close(
+        spaces.normal, torch.full((199,), 1 - energy_of(moment, basis)).double(), rtol=1e-4, atol=0
+    )

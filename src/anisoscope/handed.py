@@ -12,8 +12,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from anisoscope import curvature, pinning
-from anisoscope.alignment import GRADIENTS, enrichment_rows, leading_share
+from anisoscope.alignment import GRADIENTS
 from anisoscope.errors import SpecError
+from anisoscope.held import enrichment_rows, leading_share
 from anisoscope.metrics import Metric
 from anisoscope.metrics.alignment import Removed, Trend
 from anisoscope.probed import ProbeRow

@@ -109,6 +109,9 @@ def random_spaces_beside(
         exact = dim - 2 * rank < SPARE_NORMALS or dim <= EXACT_DIM
         against = moment.double() if exact else moment
         axes = torch.stack([bases[place].to(against) for place in places])
+        if exact:
+            # WWᵀ is a difference: a basis orthonormal to 1e-7 would leave it indefinite where W is nearly square.
+            axes = torch.linalg.qr(axes).Q
         found |= dict(zip(places, _spaces_of_rank(against, axes, draws, seed, keep, squares), strict=True))
     return [found[place] for place in range(len(bases))]
 
