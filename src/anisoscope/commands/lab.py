@@ -151,7 +151,7 @@ def demo(
     output: Annotated[Path, typer.Option("--output", "-o", metavar="RUN", help="Folder to store units in.")] = Path(
         "runs/demo"
     ),
-    tokens: Annotated[int, typer.Option(help="Tokens to run through each checkpoint.")] = 8192,
+    tokens: Annotated[int, typer.Option(help="Tokens to run through each checkpoint.")] = 6144,
     debug: Debug = False,
 ) -> None:
     """Everything on the two small models of the package and their checkpoints, offline, in about a minute.
@@ -170,7 +170,7 @@ def demo(
 
         say("Two small models that were trained for this package, each at six moments of its training, on pydoc.")
         chosen = [item for name in POCKET_SUITE for item in find_checkpoints(name)]
-        settings = {"tokens": tokens, "seq_len": 256, "batch_points": 1024, "metrics": DEMO_METRICS}
+        settings = {"tokens": tokens, "seq_len": 256, "batch_points": 768, "metrics": DEMO_METRICS}
         specs = plan_specs(chosen, ["pydoc"], settings)
         store = Store(output)
         run_sweep(specs, store, checkpoints=chosen, device="cpu")
