@@ -42,6 +42,9 @@ def test_every_metric_agrees_between_cpu_and_gpu() -> None:
             "trend",
             "turn",
             "movement",
+            "pinned",
+            "curved",
+            "concepts",
         ):
             one, two = evaluate(here, metric, SETTINGS), evaluate(there, metric, SETTINGS)
             assert two.value.device.type == "cuda", metric.name

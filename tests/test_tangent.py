@@ -20,7 +20,7 @@ from anisoscope.tangent.anisotropy import (
     leading_without,
 )
 from anisoscope.tangent.controls import energy_of, random_spaces, second_moment, sign_energies
-from anisoscope.tangent.dynamics import clears, emergence, turn_between, update_alignment
+from anisoscope.tangent.dynamics import turn_between, update_alignment
 from anisoscope.tangent.energies import coupled_alignment, energy_sums, local_alignment, uncoupled_alignment
 from anisoscope.tangent.frequency import bin_tokens, energy_by_frequency
 from anisoscope.tangent.inference import (
@@ -33,7 +33,7 @@ from anisoscope.tangent.inference import (
     ratio_of_sums,
 )
 from anisoscope.tangent.pinning import follow_centroids, log_trend, pin_types
-from anisoscope.tangent.proxies import LocalProxy, checkpoints_to_fit, fit_global, fit_local, fit_proxy, without_mean
+from anisoscope.tangent.proxies import LocalProxy, fit_global, fit_local, fit_proxy, without_mean
 from anisoscope.tangent.windows import pair_windows, stack_windows
 
 # Relative difference between a fast path in float32 and its reference in float64.
@@ -152,16 +152,6 @@ def test_pooled_checkpoints_have_equal_weight() -> None:
     covariances = [one.T.cov() for one in (early, late)]
     mean = sum(one / one.trace() for one in covariances) / 2
     assert pooled.explained == pytest.approx(float(torch.linalg.eigvalsh(mean)[-2:].sum()), rel=1e-6)
-
-
-def test_which_checkpoints_are_fitted_on() -> None:
-    assert list(checkpoints_to_fit(7, 10, mode="frozen")) == [0, 1, 2]
-    assert list(checkpoints_to_fit(0, 12, mode="frozen")) == [0, 1, 2, 3]
-    assert list(checkpoints_to_fit(7, 10, mode="rolling", width=2)) == [5, 6]
-    assert list(checkpoints_to_fit(0, 10, mode="rolling")) == [0]
-    assert list(checkpoints_to_fit(7, 10, mode="per_checkpoint")) == [7]
-    with pytest.raises(SpecError):
-        checkpoints_to_fit(0, 10, mode="sometimes")
 
 
 def test_the_mean_direction_is_taken_out() -> None:
@@ -708,25 +698,6 @@ def test_principal_angles() -> None:
     assert found.chordal == pytest.approx(float(angles.sin().norm()))
     assert found.overlap == pytest.approx(float(angles.cos().square().mean()))
     assert turn_between(one, one[:, :2]).grassmann < 1e-12
-
-
-def test_emergence_and_persistence() -> None:
-    found = emergence([0, 16, 64, 256, 1024], [False, True, True, False, True])
-    assert found.step == 16
-    assert found.persistence == pytest.approx(2 / 3)
-    assert emergence([0, 1], [False, False]).step is None
-    assert math.isnan(emergence([0, 1], [False, True]).persistence)
-    with pytest.raises(SpecError):
-        emergence([1, 0], [True, True])
-
-
-def test_clearing_needs_p_and_both_controls() -> None:
-    proxy = fit_global(decaying(300, 24), rank=4)
-    tangent = 0.2 * normal(300, 24) + normal(300, 4, seed=1) @ proxy.basis.T
-    following = 0.2 * normal(300, 24) + normal(300, 4, seed=1) @ (proxy.basis + 1.2 * proxy.following).T
-    assert clears(uncoupled_alignment(tangent, proxy))
-    assert not clears(uncoupled_alignment(following, proxy))
-    assert not clears(uncoupled_alignment(normal(300, 24), proxy))
 
 
 def test_updates_of_rows() -> None:

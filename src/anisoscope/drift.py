@@ -21,7 +21,8 @@ from anisoscope.models import Model, load_model
 from anisoscope.progress import show_progress
 from anisoscope.records import Checkpoint, Record, Site, Spec, Unit
 from anisoscope.store import Store
-from anisoscope.tangent.energies import Alignment, uncoupled_alignment
+from anisoscope.tangent.dynamics import update_alignment
+from anisoscope.tangent.energies import Alignment
 from anisoscope.tangent.proxies import fit_global
 from anisoscope.text import Windows, token_frequencies
 from anisoscope.trace import run_module, state_given
@@ -111,7 +112,7 @@ def _interval_spec(spec: Spec, corpus: Corpus, earlier: Checkpoint, later: Check
 def _align_updates(rows: RowUpdates, states: Float[Tensor, "n d"], spec: Spec) -> Alignment:
     """The movement of rows against the tangent proxy of the states they meet."""
     proxy = fit_global(states, rank=min(spec.rank, states.shape[1] // 2), seed=spec.seed)
-    return uncoupled_alignment(rows.updates.float(), proxy, seed=spec.seed)
+    return update_alignment(rows.updates.float(), proxy, seed=spec.seed).alignment
 
 
 def _unit(

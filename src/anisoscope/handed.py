@@ -26,7 +26,6 @@ from anisoscope.tangent.frequency import energy_by_frequency
 from anisoscope.tangent.proxies import fit_global
 from anisoscope.tangent.windows import pair_windows
 
-VIEWS = ("enrichment", "removal", "trend", "pinned", "curved")
 _PLACE = {"site": Site(name="points"), "population": "all"}
 
 

@@ -1,7 +1,6 @@
-"""Tangent spaces over training: how far they turn, when enrichment emerges and whether it stays; updates of rows."""
+"""Tangent spaces over training: how far they turn, and how rows of an embedding move in them."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -9,7 +8,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from anisoscope.errors import SpecError
 from anisoscope.tangent.controls import DRAWS
 from anisoscope.tangent.energies import Alignment, uncoupled_alignment
 from anisoscope.tangent.frequency import BINS, ByFrequency, energy_by_frequency
@@ -57,32 +55,6 @@ def random_distance(dim: int, rank: int, draws: int = 16) -> float:
     generator = torch.Generator().manual_seed(0)
     spaces = torch.linalg.qr(torch.randn(2 * draws, dim, rank, generator=generator, dtype=torch.float64)).Q
     return sum(turn_between(*pair).grassmann for pair in spaces.view(draws, 2, dim, rank)) / draws
-
-
-@dataclass(frozen=True, kw_only=True)
-class Emergence:
-    """When something first clears its controls, and how much of what follows still does."""
-
-    step: int | None
-    persistence: float
-    """Fraction of the later checkpoints that clear; NaN where none clears, or none comes after."""
-
-
-def clears(alignment: Alignment, *, level: float = 0.05) -> bool:
-    """Whether the low end of the energy is above every control that was measured of N2 and N6, and p is small."""
-    hard = [alignment.controls[name].value for name in ("next", "permuted") if name in alignment.controls]
-    return alignment.p <= level and all(alignment.energy.low > one for one in hard)
-
-
-def emergence(steps: Sequence[int], cleared: Sequence[bool]) -> Emergence:
-    """The first step that clears and the fraction of later ones that do; `clears` tells for one checkpoint."""
-    if len(steps) != len(cleared) or list(steps) != sorted(set(steps)):
-        raise SpecError("emergence needs one answer for each step, and steps that ascend")
-    first = next((place for place, one in enumerate(cleared) if one), None)
-    if first is None:
-        return Emergence(step=None, persistence=math.nan)
-    later = cleared[first + 1 :]
-    return Emergence(step=steps[first], persistence=sum(later) / len(later) if later else math.nan)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

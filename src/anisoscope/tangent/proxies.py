@@ -248,23 +248,6 @@ def without_mean(proxy: Proxy) -> Proxy:
     return replace(proxy, basis=basis, **controls, explained=math.nan, notes=(*proxy.notes, note))
 
 
-def checkpoints_to_fit(at: int, count: int, *, mode: str, width: int = 1) -> range:
-    """Which checkpoints, by place in a run of `count`, the proxy for checkpoint `at` is fitted on.
-
-    `frozen`: the first 30 %, for every checkpoint (the paper). `rolling`: the `width` before it, or itself where it is
-    the first. `per_checkpoint`: itself.
-    """
-    if not 0 <= at < count or width < 1:
-        raise SpecError(f"checkpoint {at} of {count} with a width of {width}: there is no such place")
-    if mode == "frozen":
-        return range(max(1, math.ceil(FROZEN_SHARE * count - 1e-9)))
-    if mode == "rolling":
-        return range(max(0, at - width), max(at, 1))
-    if mode == "per_checkpoint":
-        return range(at, at + 1)
-    raise SpecError(f"a proxy is fitted frozen, rolling or per_checkpoint; came {mode!r}")
-
-
 def choose_rank(
     rule: int | str, values: Float[Tensor, " d"], states: Float[Tensor, "n d"]
 ) -> tuple[int, tuple[str, ...]]:
