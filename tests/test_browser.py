@@ -55,16 +55,23 @@ class Visit:
         )
         self.page.goto(address)
 
+    def press(self, control: Any) -> None:
+        """Use a control by keyboard: a click aims at a place, which charts drawn meanwhile may move away."""
+        control.focus()
+        self.page.keyboard.press("Enter")
+
+    def draw(self, chart: Any) -> None:
+        """Scroll to a chart and wait until it is drawn."""
+        # Not Playwright's own way, which waits for two frames that are alike: a busy machine may not draw them.
+        chart.evaluate("one => one.scrollIntoView({behavior: 'instant', block: 'center'})")
+        self.page.wait_for_function("one => one.dataset.drawn", arg=chart.element_handle(), polling=50)
+
     def draw_all(self) -> int:
         """Scroll past every chart; how many there are."""
-        charts = self.page.locator(".chart")
-        for number in range(charts.count()):
-            # Not Playwright's own way, which waits for two frames that are alike: a busy machine may not draw them.
-            charts.nth(number).evaluate("one => one.scrollIntoView({behavior: 'instant', block: 'center'})")
-            self.page.wait_for_function(
-                "n => document.querySelectorAll('.chart')[n].dataset.drawn", arg=number, polling=50
-            )
-        return charts.count()
+        charts = self.page.locator(".chart").all()
+        for chart in charts:
+            self.draw(chart)
+        return len(charts)
 
 
 def owners_of(tokens: list[str]) -> dict[str, np.ndarray]:
@@ -136,8 +143,8 @@ def test_the_policy_stops_a_script_that_is_not_ours(visit: Visit) -> None:
 
 def test_a_mark_answers_when_the_pointer_rests_on_it(visit: Visit) -> None:
     chart = visit.page.locator("figure[id*=profile-leading_variance] .chart").first
-    chart.scroll_into_view_if_needed()
-    visit.page.wait_for_function("one => one.dataset.drawn", arg=chart.element_handle(), polling=50)
+    visit.draw_all()
+    visit.draw(chart)
     mark = chart.locator("svg .mark-symbol path[aria-roledescription=point], svg .mark-symbol.role-mark path").last
     mark.hover(force=True)
     tooltip = visit.page.locator("#vg-tooltip-element.visible")
@@ -152,11 +159,10 @@ def background(page: Any) -> str:
 
 def test_the_switch_changes_page_and_charts_and_is_remembered(visit: Visit) -> None:
     page = visit.page
-    chart = page.locator(".chart").first
-    chart.scroll_into_view_if_needed()
-    page.wait_for_function("() => document.querySelector('.chart').dataset.drawn === 'light'", polling=50)
+    visit.draw(page.locator(".chart").first)
+    assert page.locator(".chart").first.get_attribute("data-drawn") == "light"
     light = background(page)
-    page.locator("#theme").click(force=True)
+    visit.press(page.locator("#theme"))
     page.wait_for_function("() => document.querySelector('.chart').dataset.drawn === 'dark'", polling=50)
     assert background(page) != light
     assert page.locator("#theme").get_attribute("aria-pressed") == "true"
@@ -208,7 +214,7 @@ def test_the_keyboard_reaches_everything(visit: Visit) -> None:
 
 def test_the_download_is_the_table(visit: Visit, written: tuple[Path, Path], tmp_path: Path) -> None:
     with visit.page.expect_download() as download:
-        visit.page.locator("button[data-blob=table]").click(force=True)
+        visit.press(visit.page.locator("button[data-blob=table]"))
     download.value.save_as(tmp_path / "table.csv")
     with (tmp_path / "table.csv").open(newline="", encoding="utf-8") as file:
         found = list(csv.DictReader(file))
@@ -228,25 +234,25 @@ def test_the_download_is_the_table(visit: Visit, written: tuple[Path, Path], tmp
 def test_a_chart_has_its_numbers_as_a_table(visit: Visit, tmp_path: Path) -> None:
     page = visit.page
     figure = page.locator("figure[id*=profile-leading_variance]").first
-    figure.locator("details.as-table > summary").click(force=True)
+    visit.press(figure.locator("details.as-table > summary"))
     figure.locator("table").wait_for()
     heads = figure.locator("thead th").all_inner_texts()
     assert {"value", "site", "population"} <= set(heads)
     rows = figure.locator("tbody tr").count()
     with page.expect_download() as download:
-        figure.locator("details.as-table button").click(force=True)
+        visit.press(figure.locator("details.as-table button"))
     download.value.save_as(tmp_path / "figure.csv")
     assert len((tmp_path / "figure.csv").read_text().splitlines()) == rows + 1
 
 
 def test_printing_draws_every_chart_in_light_colours(visit: Visit) -> None:
     page = visit.page
-    page.locator("#theme").click(force=True)
+    visit.press(page.locator("#theme"))
     page.evaluate(
         "() => { window.print = () => {"
         " window.printed = [...document.querySelectorAll('.chart')].map((one) => one.dataset.drawn); }; }"
     )
-    page.locator("#print").click(force=True)
+    visit.press(page.locator("#print"))
     page.wait_for_function("() => window.printed", polling=50)
     shown = page.evaluate("window.printed")
     assert shown
