@@ -60,6 +60,10 @@ def test_every_gradient_proxy_population_and_variant_has_its_rows(unit: an.Unit)
     for row in plain:
         assert row.points + row.excluded == 32 * 32
         assert not math.isnan(row.value), row
+    # Points of a bin, and types, are not what a population left.
+    others = [row for row in unit.records if row.bin is not None or row.metric == "tangent_frequency_trend"]
+    assert others
+    assert {row.excluded for row in others} == {0}
     for row in rows(unit, metric="tangent_excess"):
         assert row.p is not None
         assert 1 / 200 <= row.p <= 1

@@ -34,7 +34,7 @@ COMPUTING = (
     {"probed", "past"},
     {"held"},
     {"alignment", "pinning", "curvature", "concepts"},
-    {"handed"},
+    {"handed", "looks"},
     {"running"},
     {"walk"},
     {"counterfactuals", "drift", "live"},

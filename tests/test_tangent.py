@@ -26,7 +26,6 @@ from anisoscope.tangent.frequency import bin_tokens, energy_by_frequency
 from anisoscope.tangent.inference import (
     draw_permutations,
     jackknife_ratio,
-    max_t,
     permutation_correlation,
     permutation_p,
     ranks,
@@ -394,19 +393,6 @@ def test_benjamini_hochberg_as_scipy_has_it() -> None:
 
     p = np.random.default_rng(0).uniform(size=30) ** 2
     np.testing.assert_allclose(benjamini_hochberg(p.tolist()), false_discovery_control(p))
-
-
-def test_max_t_of_copies_is_the_single_p() -> None:
-    draws = normal(1, 199)
-    single = permutation_p(1.8, draws[0])
-    copies = max_t(torch.tensor([1.8, 1.8, 1.8], dtype=torch.float64), draws.expand(3, -1))
-    assert copies.tolist() == pytest.approx([single] * 3)
-    # Twenty independent tests cost about twenty times the p.
-    apart = max_t(torch.full((20,), 2.5, dtype=torch.float64), normal(20, 999))
-    assert 0.05 < float(apart.mean()) < 0.25
-    unusable = max_t(torch.tensor([1.8, math.nan]).double(), draws.expand(2, -1))
-    assert math.isnan(float(unusable[1]))
-    assert float(unusable[0]) == pytest.approx(single)
 
 
 def test_a_ratio_of_sums_is_not_a_mean_of_ratios() -> None:

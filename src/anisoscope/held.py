@@ -61,6 +61,7 @@ class Held:
         self.pairing = None
         self.moments: dict[str, Tensor] = {}
         self.points = int(place.keep.sum())
+        self.excluded = len(place.keep) - self.points
         if {"virtual", "linear"} & set(self.gradients):
             windows = self.shown.windows
             self.pairing = pair_windows(
@@ -76,7 +77,9 @@ class Held:
         return {"gradient": gradient, "proxy": name, "rank": proxy.rank, "variant": variant}
 
     def _row(self, metric: str, view: Any, **columns: Any) -> Iterator[ProbeRow]:
+        """A row; about tokens, unless it names points of another kind."""
         place, note = self.place, columns.pop("note", None)
+        excluded = 0 if "points" in columns else self.excluded
         if metric in self.metrics:
             yield ProbeRow.of(
                 self.metrics[metric],
@@ -85,6 +88,7 @@ class Held:
                 population=place.population,
                 points=columns.pop("points", self.points),
                 dim=place.here.values.shape[1],
+                excluded=excluded,
                 note=note,
                 **columns,
             )
@@ -120,6 +124,7 @@ class Held:
                     site=place.site,
                     population=place.population,
                     points=self.points,
+                    excluded=self.excluded,
                     columns=self._columns(gradient, name, proxy, variant),
                 )
 
@@ -205,7 +210,8 @@ class Held:
             math.nan,
             site=place.site,
             population=place.population,
-            points=int(keep.sum()),
+            points=self.points,
+            excluded=self.excluded,
             columns=columns,
         )
 
@@ -219,6 +225,7 @@ def enrichment_rows(
     population: str,
     points: int,
     columns: dict[str, Any],
+    excluded: int = 0,
 ) -> Iterator[ProbeRow]:
     """The rows of one alignment: each metric with the control that it is about."""
     view = Enrichment(
@@ -252,6 +259,7 @@ def enrichment_rows(
                 population=population,
                 points=points,
                 dim=found.dim,
+                excluded=excluded,
                 note=found.note,
                 **columns | more,
             )

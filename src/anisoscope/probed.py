@@ -34,6 +34,8 @@ class ProbeRow:
     population: str
     metric: Metric
     answer: Estimate
+    excluded: int = 0
+    """Tokens that the population left out; 0 where points are not tokens."""
     columns: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -46,6 +48,7 @@ class ProbeRow:
         population: str,
         points: int,
         dim: int,
+        excluded: int = 0,
         note: str | None = None,
         settings: Mapping[str, Any] | None = None,
         **columns: Any,
@@ -54,7 +57,7 @@ class ProbeRow:
         answer = summarize([judge(metric, metric(view), points, 0, dim, settings or {})], metric, dim, settings or {})
         notes = (answer.note if math.isnan(answer.value) else None, note)
         answer = replace(answer, note="; ".join(part for part in notes if part) or None)
-        return cls(site=site, population=population, metric=metric, answer=answer, columns=columns)
+        return cls(site=site, population=population, metric=metric, answer=answer, excluded=excluded, columns=columns)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

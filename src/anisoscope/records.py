@@ -207,7 +207,8 @@ class Record:
     points: int
     dropped: int
     excluded: int
-    """Tokens the population left out, summed over batches: points + dropped + excluded = tokens measured."""
+    """Tokens the population left out, summed over batches: points + dropped + excluded = tokens measured. 0 where
+    points are not tokens but types, bins or draws."""
     dim: int
     control: str | None = None
     control_value: float | None = None

@@ -17,25 +17,22 @@ import torch
 from torch import Tensor
 
 import anisoscope
-from anisoscope import alignment, concepts, curvature, pinning
-from anisoscope.alignment import align
 from anisoscope.attention import VIEWS as OF_ATTENTION
 from anisoscope.attention import WINDOWS as ATTENTION_WINDOWS
 from anisoscope.attention import attention_records
 from anisoscope.capture import capture, token_losses
 from anisoscope.cloud import Cloud, Tokens
-from anisoscope.concepts import concept_rows
 from anisoscope.corpora import Corpus
-from anisoscope.curvature import curvature_rows
 from anisoscope.errors import ModelError, SpecError
 from anisoscope.estimates import Evaluated, deal, evaluate, summarize
 from anisoscope.gauge import Clock, Gauge, seed_for
 from anisoscope.layout import select_sites
+from anisoscope.looks import VIEWS as OF_PROBE
+from anisoscope.looks import looks_at
 from anisoscope.metrics import Metric, find_metrics
 from anisoscope.models import Model
 from anisoscope.norms import Norm, read_norms
 from anisoscope.past import Past
-from anisoscope.pinning import pinning_attachments, pinning_rows
 from anisoscope.probed import Probed, ProbeRow
 from anisoscope.probes import Probe, draw_probe
 from anisoscope.progress import Advance, show_progress
@@ -45,7 +42,6 @@ from anisoscope.text import POOLED_BATCHES, Pool, Windows, plan_pools
 from anisoscope.weights import POPULATION as ROWS
 from anisoscope.weights import WEIGHT_SITES, WeightRecord, weight_records
 
-OF_PROBE = (*alignment.VIEWS, *pinning.VIEWS, *curvature.VIEWS, *concepts.VIEWS)
 # Tokens in one forward pass where the batch size is left to us.
 FORWARD_TOKENS = 4096
 
@@ -237,9 +233,11 @@ class Run:
         weights, attention = list(self._weigh()), list(self._attend())
         probed, kept = self._look_at_probe()
         attachments |= kept
+        surveys = {site.name: survey for site, _, _, _, survey in weights if survey is not None}
+        frequencies = self._count_tokens() if surveys else None
         seconds = time.time() - start
-        for site, _, _, _, survey in weights:
-            attachments |= {} if survey is None else survey.attachments(f"weights/{site.name}")
+        for name, survey in surveys.items():
+            attachments |= survey.attachments(f"weights/{name}", frequencies)
         provenance = {
             "time": datetime.now(UTC).isoformat(timespec="seconds"),
             "seconds": round(seconds, 3),
@@ -277,40 +275,25 @@ class Run:
         """What is measured on the halves of the probe."""
         if not self.of_probe:
             return [], {}
-        probe = self.probe or draw_probe(self.spec, self.model.tokenizer, self.corpus)
-        probed = Probed(model=self.model, probe=probe, sites=self.sites, spec=self.spec)
+        probed = Probed(model=self.model, probe=self._draw_probe(), sites=self.sites, spec=self.spec)
+        looks = looks_at(probed, self.of_probe, past=self.past, decode=self._decode)
         rows: list[ProbeRow] = []
         attachments: dict[str, np.ndarray] = {}
         with self.clock("probe"):
-            for family, look in self._looks(probed).items():
+            for family, look in looks.items():
                 with self._forgiving(family):
                     found, kept = look()
                     rows += found
                     attachments |= kept
-        size = probe.test.token_ids.size
         records = [
-            self._record(
-                row.site, row.population, row.metric, row.answer, max(size - row.answer.points, 0), **row.columns
-            )
-            for row in rows
+            self._record(row.site, row.population, row.metric, row.answer, row.excluded, **row.columns) for row in rows
         ]
         return records, attachments
 
-    def _looks(self, probed: Probed) -> dict[str, Callable[[], tuple[list[ProbeRow], dict[str, np.ndarray]]]]:
-        """What is asked of a probe, family by family: rows, and what to keep."""
-        names, views = self.of_probe, {metric.needs for metric in find_metrics(self.of_probe)}
-
-        def look_at_gradients() -> tuple[list[ProbeRow], dict[str, np.ndarray]]:
-            aligned = align(probed, names, self.past)
-            return aligned.rows, aligned.attachments
-
-        looks = {
-            "alignment": (alignment.VIEWS, look_at_gradients),
-            "pinning": (pinning.VIEWS, lambda: (list(pinning_rows(probed, names)), pinning_attachments(probed))),
-            "curvature": (curvature.VIEWS, lambda: (list(curvature_rows(probed, names)), {})),
-            "concepts": (concepts.VIEWS, lambda: concept_rows(probed, names, self._decode)),
-        }
-        return {family: look for family, (needs, look) in looks.items() if views & set(needs)}
+    def _draw_probe(self) -> Probe:
+        """The probe, drawn once."""
+        self.probe = self.probe or draw_probe(self.spec, self.model.tokenizer, self.corpus)
+        return self.probe
 
     @contextlib.contextmanager
     def _forgiving(self, family: str) -> Iterator[None]:
@@ -331,6 +314,12 @@ class Run:
         yield from weight_records(
             self.model.module, names, [metric.name for metric in self.metrics], seed=self.spec.seed
         )
+
+    def _count_tokens(self) -> np.ndarray | None:
+        """Log frequencies by token id, for the colours of a figure: as everywhere, without the probe's test half."""
+        with self._forgiving("log_frequency"):
+            return self._draw_probe().log_frequency
+        return None
 
     def _cost(self, seconds: float) -> dict[str, float]:
         """Seconds by what they were spent on."""

@@ -101,9 +101,17 @@ class WeightSurvey:
     coordinates: dict[str, Float[Tensor, "m _"]]
     """Where they lie along the two leading singular vectors, raw and centred."""
 
-    def attachments(self, prefix: str) -> dict[str, np.ndarray]:
-        """What a figure needs: the rows drawn, their places and all singular values."""
+    def attachments(self, prefix: str, log_frequency: Float[np.ndarray, " v"] | None = None) -> dict[str, np.ndarray]:
+        """What a figure needs: the rows drawn, their places and all singular values.
+
+        `log_frequency` is that of token ids, where text is known: of each row drawn it is kept, NaN of a row that no
+        token has (matrices are often padded).
+        """
         arrays = {f"{prefix}.rows": self.sample}
+        if log_frequency is not None:
+            known = torch.full((int(self.sample.max()) + 1,), math.nan)
+            known[: len(log_frequency)] = torch.from_numpy(log_frequency[: len(known)])
+            arrays[f"{prefix}.log_frequency"] = known[self.sample.cpu()]
         for variant, geometry in self.geometries.items():
             arrays[f"{prefix}.{variant}.coordinates"] = self.coordinates[variant].float()
             arrays[f"{prefix}.{variant}.singular_values"] = geometry.spectrum.flip(0).sqrt().float()

@@ -11,8 +11,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from anisoscope.errors import SpecError
-
 LEVEL = 0.95
 RESAMPLES = 999
 # Random numbers held at one time.
@@ -66,27 +64,6 @@ def draw_permutations(count: int, windows: int, seed: int) -> Permutations:
     orders = torch.empty(count, windows, dtype=torch.long)
     orders[:, rings[0]] = rings[(chosen // windows)[:, None], places]
     return Permutations(orders=orders, rings=rings, chosen=chosen)
-
-
-def max_t(values: Float[Tensor, " k"], draws: Float[Tensor, "k m"]) -> Float[Tensor, " k"]:
-    """Adjusted p over k tests (sites x checkpoints) whose j-th draws belong together, as the same permutation.
-
-    Each test is measured in standard deviations above the mean of its draws and its value, and held against the
-    largest of the tests in each draw (Westfall and Young 1993, one step). Tests without a value, or whose draws do not
-    vary, are left out: NaN.
-    """
-    if len(values) != len(draws):
-        raise SpecError(f"max-T needs draws for each of {len(values)} tests; came {len(draws)} rows")
-    whole = torch.cat([values[:, None], draws], 1).double()
-    # The value takes part like a draw: under the null all columns are then alike.
-    spread = whole.std(1, keepdim=True)
-    scores = (whole - whole.mean(1, keepdim=True)) / torch.where(spread > 0, spread, torch.nan)
-    usable = scores.isfinite().all(1)
-    adjusted = torch.full_like(scores[:, 0], torch.nan)
-    if bool(usable.any()):
-        largest = scores[usable][:, 1:].amax(0)
-        adjusted[usable] = (1 + (largest >= scores[usable, :1]).sum(1)).double() / (len(largest) + 1)
-    return adjusted
 
 
 def sum_groups(rows: Float[Tensor, "n k"], groups: Int[Tensor, " n"]) -> Float[Tensor, "g k"]:
