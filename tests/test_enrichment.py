@@ -36,8 +36,12 @@ def rows(
     ]
 
 
+def table_of(*parts: list[dict[str, Any]]) -> pa.Table:
+    return pa.Table.from_pylist([row for part in parts for row in part], schema=SCHEMA)
+
+
 def judged(*parts: list[dict[str, Any]]) -> dict[str, Verdict]:
-    found = judge(pa.Table.from_pylist([row for part in parts for row in part], schema=SCHEMA))
+    found = judge(table_of(*parts))
     return {one.claim: one for one in found if one.claim.startswith("tangent enrichment")}
 
 
@@ -63,6 +67,53 @@ def test_a_signal_is_found_by_both_and_one_below_its_control_by_none() -> None:
     assert found["tangent enrichment"].effect == pytest.approx(0.2)
     below = judged(rows(np.full(BLOCKS, -0.2), floor, np.full(BLOCKS, 0.5), floor))
     assert [one.holds for one in below.values()] == [None, None]
+
+
+def test_a_share_of_anisotropy_counts_beyond_that_of_random_normals() -> None:
+    def shares(value: float, p: float, **changes: Any) -> list[dict[str, Any]]:
+        fields = {"metric": "tangent_anisotropy_share", "variant": "mean=in;share=isoscore", "control": "normal"}
+        level = np.full(BLOCKS, value)
+        made = rows(level, np.full(BLOCKS, p), level, level, **{"control_value": 0.1} | changes)[:BLOCKS]
+        return [row | fields | changes for row in made]
+
+    claim = "tangent share of gradient anisotropy (the paper's control)"
+    # Rows against the next principal directions have no p, and other ways to take a share are not the paper's.
+    others = [*shares(9.0, 0.5, control="next"), *shares(9.0, 0.005, variant="mean=in;share=energy")]
+    (found,) = [one for one in judge(table_of(shares(0.4, 0.005), others)) if one.claim == claim]
+    assert found.holds is True
+    assert found.effect == pytest.approx(0.3)
+    (below,) = [one for one in judge(table_of(shares(0.05, 0.005))) if one.claim == claim]
+    assert below.holds is None
+
+
+def distances(r: np.ndarray, p: np.ndarray) -> list[dict[str, Any]]:
+    fields = {"metric": "centroid_distance", "population": "content", "variant": None, "gradient": None, "proxy": None}
+    return [row | fields for row in rows(r, p, r, p)[:BLOCKS]]
+
+
+def pinned(*parts: list[dict[str, Any]]) -> Verdict:
+    (found,) = [one for one in judge(table_of(*parts)) if one.claim == "frequent types are pinned"]
+    return found
+
+
+def test_frequent_types_are_pinned_where_distance_falls_with_frequency() -> None:
+    floor, some = np.full(BLOCKS, 0.005), np.full(BLOCKS, 0.4)
+    near = pinned(distances(-some, floor), [row | {"variant": "of=mean"} for row in distances(some, floor)])
+    assert (near.holds, near.effect) == (True, pytest.approx(-0.4))
+    assert "below chance in 6 blocks of 6" in near.text
+    assert pinned(distances(some, floor)).holds is False
+    assert pinned(distances(-some, np.full(BLOCKS, 0.3))).holds is None
+
+
+def test_chance_seldom_pins_types() -> None:
+    random, trials = np.random.default_rng(1), 300
+    found = []
+    for _ in range(trials):
+        normal = np.sqrt(0.5) * random.normal() + np.sqrt(0.5) * random.normal(size=BLOCKS)
+        p = (1 + np.floor(199 * 2 * stats.norm.sf(np.abs(normal)))) / 200
+        found.append(pinned(distances(normal / 15, p)).holds)
+    assert max(found.count(True), found.count(False)) <= stats.binom.isf(0.001, trials, 0.05)
+    assert found.count(None) < trials
 
 
 def test_the_last_checkpoint_counts_and_suspects_do_not() -> None:

@@ -155,6 +155,20 @@ def test_coordinates_are_those_of_the_singular_value_decomposition() -> None:
     assert all(isinstance(values, np.ndarray) for values in arrays.values())
 
 
+def test_rows_have_the_log_frequency_of_their_token_and_rows_of_none_have_no_number() -> None:
+    survey = survey_weights(normal(3000, 3), draws=0)
+    logs = -np.arange(2500.0)
+    kept = survey.attachments("weights/x", logs)["weights/x.log_frequency"]
+    rows = survey.sample.numpy()
+    assert kept.dtype == np.float32
+    assert kept[rows < 2500].tolist() == [-float(row) for row in rows if row < 2500]
+    assert np.isnan(kept[rows >= 2500]).all()
+    assert (rows >= 2500).any()
+    # A tokenizer may know more tokens than the matrix has rows.
+    more = survey.attachments("weights/x", -np.arange(9000.0))["weights/x.log_frequency"]
+    assert more.tolist() == [-float(row) for row in rows]
+
+
 def test_a_figure_gets_two_thousand_rows_at_most_always_the_same() -> None:
     one, two, other = (survey_weights(normal(3000, 3), draws=0, seed=seed) for seed in (0, 0, 1))
     assert len(one.sample) == len(set(one.sample.tolist())) == 2000

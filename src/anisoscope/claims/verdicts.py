@@ -11,6 +11,7 @@ import pyarrow as pa
 from anisoscope.claims.enrichment import judge_enrichment
 from anisoscope.claims.findings import Finding, Subject, counted, number
 from anisoscope.claims.learning import judge_learning
+from anisoscope.claims.pinned import judge_pinned
 from anisoscope.claims.profiles import count_suspects, last_checkpoints, read_profiles
 from anisoscope.claims.resampling import Resampling, benjamini_hochberg, holm
 from anisoscope.claims.shapes import judge_kinds, judge_profile
@@ -71,6 +72,7 @@ def judge(table: pa.Table, *, seed: int = 0, resamples: int = 2000, level: float
         *judge_theories(table, how),
         *judge_enrichment(table, how),
         *judge_learning(table, how),
+        *judge_pinned(table, how),
     ]
     adjusted, suspects = _adjust([finding for _, finding in found]), count_suspects(table)
     verdicts = [_verdict(*pair, p, suspects, level) for pair, p in zip(found, adjusted, strict=True)]

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 from anisoscope.figures.drawing import is_number, name_series
@@ -124,8 +125,24 @@ def embeddings_caption(data: pa.Table) -> str:
     side = max(sum(x > 0 for x in raw), sum(x < 0 for x in raw)) / len(raw)
     return (
         f"{side:.0%} of {len(raw)} rows of {rows[0]['site']} of {rows[0]['model']} lie on one side of the origin along "
-        "the first singular vector; centring takes their common offset away."
+        f"the first singular vector; centring takes their common offset away.{_with_frequency(rows)}"
     )
+
+
+def _with_frequency(rows: Iterable[Row]) -> str:
+    """How places along the first singular vector go with frequency, raw and centred."""
+    said = []
+    for variant, name in (("centred=no", "raw"), ("centred=yes", "centred")):
+        known = [(row["x"], row["log_frequency"]) for row in rows if row["variant"] == variant]
+        pairs = np.array([pair for pair in known if all(map(is_number, pair))])
+        if len({y for _, y in pairs}) > 1:
+            ranks = [np.unique(values, return_inverse=True, return_counts=True)[1:] for values in pairs.T]
+            # Equal numbers share the mean of their ranks.
+            places = [(counts.cumsum() - (counts - 1) / 2)[inverse] for inverse, counts in ranks]
+            said.append(f"{say(float(np.corrcoef(*places)[0, 1]))} {name}")
+    if not said:
+        return ""
+    return f" Places along it and log frequencies of tokens have rank correlations {' and '.join(said)}."
 
 
 def scales_caption(data: pa.Table) -> str:

@@ -13,6 +13,7 @@ from anisoscope.figures.drawing import (
     HIGH,
     LOW,
     NARROW,
+    SEQUENTIAL,
     Chart,
     chart_rows,
     import_altair,
@@ -32,6 +33,8 @@ from anisoscope.records import FINAL_NORM_SITES, Unit
 from anisoscope.stages import STAGES
 
 STAGE_METRICS = ("leading_variance", "mean_cosine", "isoscore")
+# Letters of a title over two panels, and the natural logarithm of ten.
+_TWO_PANELS, _LN_10 = 66, math.log(10)
 _THROUGH = {"pre": "last block", "normed": "normed", "gained": "gained", "final": "final norm"}
 _STAGE = (*WHO, "through", "place", "site", *NUMBERS, "points")
 _OWNERS = pa.schema(
@@ -123,7 +126,8 @@ def owners_data(unit: Unit) -> pa.Table:
 def embeddings_data(unit: Unit, *, site: str = "embed.weight", most: int = 1000, seed: int = 0) -> pa.Table:
     """Rows of an embedding matrix along its two leading singular vectors, raw and centred; at most `most` of them.
 
-    log_frequency  of the row's token, where the unit has it attached
+    log_frequency  natural logarithm of the share that the row's token has of the text (of a token that is not in it:
+                   of half an occurrence), where the unit has it attached; NaN of a row that no token has
     """
     prefix = f"weights/{site}"
     if f"{prefix}.rows" not in unit.attachments:
@@ -239,32 +243,64 @@ def draw_owners(data: pa.Table) -> Chart:
 
 
 def draw_embeddings(data: pa.Table) -> Chart:
-    """Two scatter plots, with colour for frequency where it is known."""
+    """Two scatter plots, with colour for frequency where it is known; frequent tokens lie above rare ones."""
     alt = import_altair()
     rows = data.to_pylist()
-    known = any(is_number(row["log_frequency"]) for row in rows)
+    known = [row["log_frequency"] for row in rows if is_number(row["log_frequency"])]
+    rows.sort(key=lambda row: row["log_frequency"] if is_number(row["log_frequency"]) else -math.inf)
     panels = []
     for variant, title in (("centred=no", "raw"), ("centred=yes", "centred")):
         mine = [row for row in rows if row["variant"] == variant]
         drawn = chart_rows(mine, ("row", "x", "y", *(("log_frequency",) if known else ())), need="x")
         axes = {
             name: kind(
-                f"{name}:Q", title=f"singular vector {number}", scale=alt.Scale(zero=True), axis=alt.Axis(tickCount=5)
+                f"{name}:Q",
+                title=f"singular vector {number}",
+                scale=_around_zero([row[name] for row in drawn]),
+                axis=alt.Axis(tickCount=5),
             )
             for number, (name, kind) in enumerate((("x", alt.X), ("y", alt.Y)), 1)
         }
-        base = alt.Chart(inline(drawn)).mark_point(filled=True, size=9, opacity=0.55, color="#0072B2")
+        points = alt.Chart(inline(drawn)).mark_point(filled=True, size=11, opacity=0.75, color="#0072B2")
         shown = [alt.Tooltip("row:Q", title="token id"), alt.Tooltip("x:Q"), alt.Tooltip("y:Q")]
         if known:
-            shown.append(alt.Tooltip("log_frequency:Q", title="log frequency"))
-            base = base.encode(
-                color=alt.Color("log_frequency:Q", legend=alt.Legend(title="log frequency of the token"))
-            )
+            others = alt.Chart(inline([row for row in drawn if row["log_frequency"] is None]))
+            hollow = others.mark_point(filled=False, size=11, strokeWidth=1, color=GREY).encode(**axes, tooltip=shown)
+            points = points.transform_filter("isValid(datum.log_frequency)").encode(color=_by_frequency(known))
+            tips = [*shown, alt.Tooltip("log_frequency:Q", title="log frequency")]
+            points = alt.layer(hollow, points.encode(**axes, tooltip=tips))
+        else:
+            points = points.encode(**axes, tooltip=shown)
         origin = alt.Chart(inline([{"x": 0, "y": 0}])).mark_point(shape="cross", size=90, color="#D55E00", filled=True)
         heading = alt.TitleParams(text=title, fontSize=11, fontWeight="normal", offset=4)
-        layers = alt.layer(base.encode(**axes, tooltip=shown), origin.encode(**axes))
+        layers = alt.layer(points, origin.encode(**axes))
         panels.append(layers.properties(width=NARROW, height=NARROW, title=heading))
     chart = alt.hconcat(*panels, spacing=16).resolve_scale(color="shared")
-    count = len({row["row"] for row in rows})
+    count, without = len({row["row"] for row in rows}), len(rows) - len(known)
     said = f"{rows[0]['model']} · {count:,} rows drawn at random · cross: origin"
-    return titled(chart, f"{rows[0]['site']} along its two leading singular vectors", said)
+    hollow = f"hollow: {without // 2} rows that no token has" if known and without else None
+    return titled(chart, f"{rows[0]['site']} along its two leading singular vectors", said, hollow, width=_TWO_PANELS)
+
+
+def _around_zero(numbers: Sequence[float]) -> Any:
+    """A scale that holds these numbers and zero with a little room, so that no tick stands at its very end."""
+    low, high = min([0.0, *numbers]), max([0.0, *numbers])
+    room = 0.06 * (high - low or 1.0)
+    return import_altair().Scale(domain=[low - room, high + room], nice=False)
+
+
+def _by_frequency(known: Sequence[float]) -> Any:
+    """Colour for a log frequency, the legend in shares of the text."""
+    alt = import_altair()
+    low, high = min(known), max(known)
+    powers = range(math.ceil(low / _LN_10), math.floor(high / _LN_10) + 1)
+    bar = alt.Legend(
+        title="token's share of the text, log scale (darkest: the rarest)",
+        values=[power * _LN_10 for power in powers],
+        labelExpr=f"'1e' + round(datum.value / {_LN_10:.6f})",
+        gradientLength=2 * NARROW,
+        titleLimit=2 * NARROW,
+    )
+    # Not up to the lightest yellow, which a white page swallows.
+    colours = alt.Scale(scheme=alt.SchemeParams(SEQUENTIAL, extent=[0.0, 0.93]), domain=[low, high], nice=False)
+    return alt.Color("log_frequency:Q", scale=colours, legend=bar)

@@ -218,7 +218,7 @@ BERNAS2026 = Paper(
     judged={
         "population": ("all", "typical", "content", "types"),
         "proxy": ("pca",),
-        "variant": ("mean=in", "mean=in;fit=frozen"),
+        "variant": ("mean=in", "mean=in;fit=frozen", "mean=in;share=isoscore"),
     },
     choices="Twelve checkpoints of each model, evenly spaced in log step: which ones the paper took is not known.",
     claims=(
@@ -247,7 +247,7 @@ BERNAS2026 = Paper(
             predicts="those directions hold a much larger share of the gradients' anisotropy than normal ones do",
             where=f"{_ABSTRACT}; by IsoScore* on removal, from {_NOTES}",
             views=_both_controls("tangent share of gradient anisotropy"),
-            untested="anisoscope has no test over models and blocks yet: the numbers stand here",
+            untested="only random normals were held against it: a permuted null of this share is not computed",
             readings=(
                 Reading(metric="tangent_anisotropy_share", site="last", variant="mean=in;share=isoscore"),
                 Reading(
@@ -303,7 +303,7 @@ BERNAS2026 = Paper(
             "in EuroBERT",
             where=_NOTES,
             views=(View(name="", tests=("frequent types are pinned",)),),
-            untested="anisoscope has no test of it yet: the correlations, where they were measured, stand here",
+            untested="`centroid_distance` was not measured in this run",
             populations=("content",),
             readings=(
                 Reading(metric="centroid_distance", site="last", population="content"),

@@ -1,0 +1,249 @@
+"""Two runs number by number: the other less the first, over depth and as training goes on."""
+
+import math
+import re
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from anisoscope.errors import SpecError
+from anisoscope.figures import captions
+from anisoscope.figures.drawing import (
+    PALETTE,
+    Chart,
+    band_and_line,
+    by_population,
+    chart_rows,
+    depth_axis,
+    import_altair,
+    legend,
+    name_series,
+    named,
+    step_axis,
+    subtitle,
+    titled,
+)
+from anisoscope.figures.plans import GRIDE, Plan, among, chunks, distinct, one_setting, ordered, plain_states
+from anisoscope.figures.rows import (
+    AXES,
+    NUMBERS,
+    WHO,
+    Row,
+    blocks_of,
+    listed,
+    mean_of,
+    place_along,
+    select_rows,
+    table_of,
+)
+from anisoscope.revisions import training_order
+from anisoscope.store import name_trainings
+
+_RUNS = ("first", "other", "first_value", "other_value")
+OVER_DEPTH = (*WHO, "site", "block", "depth", *_RUNS, *NUMBERS, "points")
+OVER_TRAINING = (*WHO, "position", "label", "blocks", *_RUNS, *NUMBERS)
+# Where each run has one of these and they differ, they are compared all the same, and both are named.
+_MAY_DIFFER = ("model", "corpus")
+_SERIES = ("model", "corpus", "stack", "population")
+
+
+def difference_data(
+    first: pa.Table,
+    other: pa.Table,
+    *,
+    metric: str = "leading_variance",
+    populations: Sequence[str] | None = None,
+    axis: str = "depth",
+    names: tuple[str, str] = ("first", "other"),
+    corpus: str | None = None,
+    keys: Collection[str] | None = None,
+) -> pa.Table:
+    """A metric of one run less that of another: with axis="depth" a row per block, else one per checkpoint.
+
+    value   other - first. Over depth at the last checkpoint that both have, or where they have none in common at the
+            last of each; over training of the means over the blocks, at every checkpoint that both have
+    spread  standard deviation over batches of the difference in a batch, where both have as many batches; else the root
+            of the sum of both spreads' squares; NaN where one has none
+    null    other's null - first's: not zero where points or dimensions differ in number
+
+    Rows are those of the same model, corpus, stack and population, at the same depths; a run's only model or corpus is
+    matched to the other's only one. `names` are those of the runs.
+    """
+    if axis not in ("depth", *AXES):
+        raise SpecError(f"axis is one of depth, {', '.join(AXES)}; came {axis!r}")
+    choice: dict[str, Any] = {"metric": metric, "populations": populations, "keys": None, "batches": True}
+    left, right = (blocks_of(select_rows(table, corpus=corpus, **choice)) for table in _narrowed(first, other, keys))
+    versions = {row["metric_version"] for row in (*left, *right)}
+    if len(versions) > 1:
+        raise SpecError(f"the runs hold {metric} in versions {listed(versions)}, which are different numbers")
+    rows: list[Row] = []
+    for one, two in _pairs(left, right):
+        both = _over_depth(one, two) if axis == "depth" else _over_training(one, two)
+        rows += [{**row, "first": names[0], "other": names[1]} for row in both]
+    if not rows:
+        raise SpecError(f"wanted {metric} at blocks and checkpoints that both runs have; there is none")
+    return table_of(rows, OVER_DEPTH) if axis == "depth" else table_of(place_along(rows, axis), OVER_TRAINING)
+
+
+def _narrowed(first: pa.Table, other: pa.Table, keys: Collection[str] | None) -> Iterator[pa.Table]:
+    for table in (first, other):
+        yield table if keys is None else table.filter(among("key", keys))
+
+
+def _pairs(left: Sequence[Row], right: Sequence[Row]) -> Iterator[tuple[list[Row], list[Row]]]:
+    """Rows of both runs that belong to one series, those of the other run under the name of both where they differ."""
+    loose = {}
+    for name in _MAY_DIFFER:
+        here, there = ({row[name] for row in rows} for rows in (left, right))
+        if len(here) == len(there) == 1 and here != there:
+            loose[name] = f"{next(iter(there))} less {next(iter(here))}"
+    names = [name for name in _SERIES if name not in loose]
+    known: dict[tuple[Any, ...], list[Row]] = {}
+    for row in left:
+        known.setdefault(tuple(row[name] for name in names), []).append(row)
+    series: dict[tuple[Any, ...], list[Row]] = {}
+    for row in right:
+        series.setdefault(tuple(row[name] for name in names), []).append({**row, **loose})
+    yield from ((known[who], rows) for who, rows in series.items() if who in known)
+
+
+def _checkpoints(rows: Iterable[Row]) -> dict[tuple[Any, ...], list[Row]]:
+    """Blocks by checkpoint, in the order of training; a step is one whatever its revision is called."""
+    found: dict[tuple[Any, ...], list[Row]] = {}
+    for row in sorted(rows, key=lambda row: (row["checkpoint"], row["block"])):
+        name = row["revision"] if row["step"] is None else None
+        found.setdefault((row["stage"], row["step"], name), []).append(row)
+    return found
+
+
+def _same_depths(one: Sequence[Row], two: Sequence[Row]) -> bool:
+    here, there = ([row["depth"] for row in rows] for rows in (one, two))
+    return len(here) == len(there) and np.allclose(here, there)
+
+
+def _over_depth(one: Sequence[Row], two: Sequence[Row]) -> Iterator[Row]:
+    before, after = _checkpoints(one), _checkpoints(two)
+    shared = [place for place in after if place in before]
+    here, there = (places[shared[-1] if shared else list(places)[-1]] for places in (before, after))
+    if _same_depths(here, there):
+        yield from (
+            {**row, **_less(twin, row, twin["values"], row["values"])} for twin, row in zip(here, there, strict=True)
+        )
+
+
+def _over_training(one: Sequence[Row], two: Sequence[Row]) -> Iterator[Row]:
+    before, after = _checkpoints(one), _checkpoints(two)
+    for place, there in after.items():
+        here = before.get(place, ())
+        if not _same_depths(here, there):
+            continue
+        # A block counts where both have a number.
+        both = [pair for pair in zip(here, there, strict=True) if not math.isnan(pair[0]["value"] + pair[1]["value"])]
+        means = [_mean_row([pair[side] for pair in both]) for side in (0, 1)]
+        values = [mean.pop("values") for mean in means]
+        yield {**there[0], **_less(*means, *values), "blocks": len(both)}
+
+
+def _mean_row(blocks: Sequence[Row]) -> Row:
+    """The means over blocks of values and nulls, and of the values of every batch."""
+    counts = {len(row["values"]) for row in blocks}
+    values = np.mean([row["values"] for row in blocks], axis=0, dtype=float).tolist() if len(counts) == 1 else []
+    spread = float(np.std(values, ddof=1)) if len(values) > 1 else math.nan
+    means = {name: mean_of([row[name] for row in blocks]) for name in ("value", "null")}
+    return {**means, "spread": spread, "values": values}
+
+
+def _less(one: Row, two: Row, before: Sequence[float], after: Sequence[float]) -> Row:
+    """The second less the first, and how that moves from batch to batch."""
+    if len(before) == len(after):
+        changes = np.subtract(after, before, dtype=float)
+        changes = changes[np.isfinite(changes)]
+        spread = float(changes.std(ddof=1)) if changes.size > 1 else math.nan
+    else:
+        spread = math.hypot(one["spread"], two["spread"])
+    return {
+        "value": two["value"] - one["value"],
+        "spread": spread,
+        "null": two["null"] - one["null"],
+        "first_value": one["value"],
+        "other_value": two["value"],
+    }
+
+
+def difference(first: pa.Table, other: pa.Table, *, axis: str = "depth", **choice: Any) -> Chart:
+    """Draw `difference_data`, which takes the same choices: a panel for each population, a line for each model."""
+    return draw_difference(difference_data(first, other, axis=axis, **choice), axis=axis)
+
+
+def draw_difference(data: pa.Table, *, axis: str = "depth") -> Chart:
+    """Lines with bands around a line at zero."""
+    alt = import_altair()
+    rows = name_series(data.to_pylist(), *(() if axis == "depth" else ("model",)))
+    where = ("site", "depth", "step", "points") if axis == "depth" else ("label", "blocks", "position")
+    shown = ("series", "population", *where, "value", "spread", "first_value", "other_value")
+    # A null that is the same in both runs is the line at zero.
+    moved = any(not math.isclose(row["null"], 0, abs_tol=1e-9) for row in rows if not math.isnan(row["null"]))
+    drawn = chart_rows(rows, (*dict.fromkeys((*shown, "low", "high", "null")),))
+    drawn = drawn if moved else [{**row, "null": None} for row in drawn]
+    names, panels = (list(dict.fromkeys(row[name] for row in rows)) for name in ("series", "population"))
+    colour = alt.Color("series:N", scale=alt.Scale(domain=names), legend=legend(names) if len(names) > 1 else None)
+    x = depth_axis() if axis == "depth" else step_axis(rows, axis)
+    metric = rows[0]["metric"]
+    tips = [name for name in shown if name != "position"]
+    layers = band_and_line(drawn, x, f"difference of {metric}", colour=colour, shown=tips, zero=True)
+    what = f"{metric}, {rows[0]['other']} less {rows[0]['first']}"
+    how = "at the blocks" if axis == "depth" else "mean of the blocks over training"
+    said = ["band: spread over batches"] if any(row["low"] is not None for row in drawn) else []
+    said += ["grey dashed: difference of the nulls"] if moved else []
+    title = f"{what}, {how}, {named('population', panels)}"
+    return titled(by_population(layers, panels), title, subtitle(data), " · ".join(said) or None)
+
+
+def difference_plans(first: pa.Table, other: pa.Table, names: tuple[str, str]) -> Iterator[Plan]:
+    """Of every metric and population that both runs have at the same blocks: over depth, and over training."""
+    tables = [plain_states(name_trainings(table)) for table in (first, other)]
+    metrics = [[name for name in distinct(table, "metric") if not re.fullmatch(GRIDE, name)] for table in tables]
+    for metric in (name for name in metrics[1] if name in metrics[0]):
+        left, right = (
+            one_setting(table.filter((pc.field("metric") == metric) & pc.field("depth").is_valid())).table
+            for table in tables
+        )
+        populations = ordered(set(distinct(left, "population")) & set(distinct(right, "population")))
+        models = distinct(right, "model")
+        for number, some in enumerate(chunks(models, len(PALETTE))):
+            part = f" ({number + 1})" if len(models) > len(PALETTE) else ""
+            mine = right.filter(among("model", some))
+            for axis in ("depth", _training_axis(left, mine)):
+                yield from _plan(left, mine, metric, populations, axis, names, part)
+
+
+def _plan(
+    left: pa.Table, right: pa.Table, metric: str, populations: Sequence[str], axis: str, names: tuple[str, str], part: str
+) -> Iterator[Plan]:
+    try:
+        data = difference_data(left, right, metric=metric, populations=populations, axis=axis, names=names)
+    except SpecError:
+        # The runs have nothing in common here, and the table of the difference says what they have.
+        return
+    if axis != "depth" and len(set(data["position"].to_pylist())) < 2:
+        return
+    over = "depth" if axis == "depth" else "training"
+    yield Plan(
+        name=f"difference-{metric}-over-{over}{part}",
+        section="difference",
+        title=f"{metric} over {over}: {names[1]} less {names[0]}{part}",
+        data=lambda: data,
+        draw=partial(draw_difference, axis=axis),
+        caption=captions.difference_caption,
+    )
+
+
+def _training_axis(*tables: pa.Table) -> str:
+    """Steps, unless some are unknown or start again in every stage."""
+    stages = {name for table in tables for name in distinct(table, "stage")}
+    steps = {step for table in tables for step in distinct(table, "step")}
+    return "checkpoint" if None in steps or len(stages) > 1 else "step"
