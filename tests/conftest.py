@@ -11,11 +11,22 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 
+# Many small tests that share nothing dear: dealt out one by one, they even out what the other files leave.
+SCATTERED = {
+    *("test_architectures", "test_claims", "test_imports", "test_kernels"),
+    *("test_metrics_common", "test_metrics_known", "test_nulls"),
+}
+
+
+# Before xdist reads the groups.
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A slow mark needs a reason."""
+    """A slow mark needs a reason; a file's tests stay in one worker, which builds their fixtures once."""
     for item in items:
         for mark in item.iter_markers("slow"):
             assert mark.kwargs.get("reason"), f"{item.nodeid} is marked slow without a reason"
+        if item.path.stem not in SCATTERED and item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
 
 
 @pytest.fixture(autouse=True)

@@ -56,6 +56,11 @@ def test_every_model_of_the_papers_has_a_reference(paper: Paper, tmp_path: Path)
         assert not found.unknown, name
 
 
+@pytest.mark.parametrize("model", ["FacebookAI/xlm-roberta-base", "tiiuae/Falcon3-1B-Base", "LLM360/K2-V2"])
+def test_a_model_of_a_like_name_does_not_get_another_models_paper(model: str, tmp_path: Path) -> None:
+    assert cite_run(store_with(tmp_path, "twonn", model=model)).unknown == (model,)
+
+
 def test_what_was_computed_is_cited_and_nothing_else(tmp_path: Path) -> None:
     found = cite_run(store_with(tmp_path, "leading_variance", "gride_128", "of_a_plugin"))
     assert [one.key for one in found.references] == [

@@ -212,11 +212,17 @@ def test_debug_shows_the_traceback() -> None:
 def test_an_interrupted_run_keeps_its_finished_units(
     tmp_path: Path, saved_models: dict[str, Path], corpus_file: Path
 ) -> None:
+    from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
+
     run = tmp_path / "run"
-    models = [str(saved_models["encoder"]), str(saved_models["decoder"])]
-    second = ("--tokens", "28672", "--seq-len", "64", "--batch-points", "512")
+    # The first is soon measured, and the second is not.
+    sizes = {"vocab_size": 2048, "n_layer": 1, "n_embd": 8, "n_head": 1, "n_positions": 64}
+    GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)).save_pretrained(tmp_path / "small")
+    AutoTokenizer.from_pretrained(saved_models["decoder"]).save_pretrained(tmp_path / "small")
+    models = [str(tmp_path / "small"), str(saved_models["decoder"])]
+    amount = ("--tokens", "28672", "--seq-len", "64", "--batch-points", "512")
     process = subprocess.Popen(
-        [*COMMAND, "measure", *models, "--corpus", str(corpus_file), *second, "-o", str(run)],
+        [*COMMAND, "measure", *models, "--corpus", str(corpus_file), *amount, "-o", str(run)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

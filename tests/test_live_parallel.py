@@ -4,6 +4,7 @@ import json
 import os
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,23 +22,50 @@ from anisoscope.schedules import every
 PROCESSES = 2
 
 
-def work(rank: int, folder: str, corpus: str, task: str) -> None:
-    """One process: it joins the others, trains, and writes down what it saw."""
+def work(rank: int, folder: str, corpus: str) -> None:
+    """One process: for each task it joins the others, trains, and writes down what it saw."""
     torch.set_num_threads(1)
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{folder}/meeting-{task}", rank=rank, world_size=PROCESSES
-    )
+    for name, task in TASKS.items():
+        mine = Path(folder) / name
+        mine.mkdir(exist_ok=True)
+        torch.distributed.init_process_group(
+            "gloo", init_method=f"file://{mine}/meeting", rank=rank, world_size=PROCESSES
+        )
+        try:
+            seen = task(rank, mine, Path(corpus))
+            (mine / f"{rank}.json").write_text(json.dumps(seen))
+            torch.distributed.barrier()
+        finally:
+            torch.distributed.destroy_process_group()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Together:
+    """What the processes wrote down, task by task, and what ended them early."""
+
+    folder: Path
+    error: Exception | None
+
+    def seen(self, task: str) -> list[dict[str, Any]]:
+        places = [self.folder / task / f"{rank}.json" for rank in range(PROCESSES)]
+        if self.error is not None and not all(place.exists() for place in places):
+            raise self.error
+        return [json.loads(place.read_text()) for place in places]
+
+    def store(self, task: str) -> an.Store:
+        return an.Store(self.folder / task / "run")
+
+
+@pytest.fixture(scope="module")
+def together(tmp_path_factory: pytest.TempPathFactory, corpus_file: Path) -> Together:
+    """Every task by the same two processes: loading torch and transformers takes longer than all tasks."""
+    folder, error = tmp_path_factory.mktemp("together"), None
     try:
-        seen = TASKS[task](rank, Path(folder), Path(corpus))
-        (Path(folder) / f"{task}-{rank}.json").write_text(json.dumps(seen))
-        torch.distributed.barrier()
-    finally:
-        torch.distributed.destroy_process_group()
-
-
-def run_together(task: str, folder: Path, corpus: Path) -> list[dict[str, Any]]:
-    torch.multiprocessing.spawn(work, (str(folder), str(corpus), task), nprocs=PROCESSES, join=True)
-    return [json.loads((folder / f"{task}-{rank}.json").read_text()) for rank in range(PROCESSES)]
+        torch.multiprocessing.spawn(work, (str(folder), str(corpus_file)), nprocs=PROCESSES, join=True)
+    except Exception as caught:
+        # Tasks before the one that failed are judged by what they wrote.
+        error = caught
+    return Together(folder=folder, error=error)
 
 
 def train(rank: int, model: nn.Module, scope: Scope | None, *, steps: int = 6) -> dict[str, Any]:
@@ -144,35 +172,33 @@ TASKS: dict[str, Callable[[int, Path, Path], dict[str, Any]]] = {
 }
 
 
-def test_processes_train_the_same_and_the_first_measures(tmp_path: Path, corpus_file: Path) -> None:
-    alone = run_together("ddp_alone", tmp_path, corpus_file)
-    watched = run_together("ddp_watched", tmp_path, corpus_file)
+def test_processes_train_the_same_and_the_first_measures(together: Together) -> None:
+    alone, watched = together.seen("ddp_alone"), together.seen("ddp_watched")
     for one, other in zip(alone, watched, strict=True):
         assert one["losses"] == other["losses"]
         assert one["weights"] == other["weights"]
     assert [seen["summary"]["measured"] for seen in watched] == [4, 0]
-    assert sorted(set(an.Store(tmp_path / "run").table()["step"].to_pylist())) == [0, 2, 4, 6]
+    assert sorted(set(together.store("ddp_watched").table()["step"].to_pylist())) == [0, 2, 4, 6]
 
 
-def test_the_other_process_does_not_wait_for_the_one_that_measures(tmp_path: Path, corpus_file: Path) -> None:
-    first, second = run_together("ddp_waiting", tmp_path, corpus_file)
+def test_the_other_process_does_not_wait_for_the_one_that_measures(together: Together) -> None:
+    first, second = together.seen("ddp_waiting")
     assert (first["summary"]["measured"], second["summary"]["measured"]) == (1, 0)
     assert first["values"] > 0
     assert first["missing"] == 0
 
 
-def test_a_gate_stops_every_process_at_the_same_step(tmp_path: Path, corpus_file: Path) -> None:
-    first, second = run_together("ddp_stopped", tmp_path, corpus_file)
+def test_a_gate_stops_every_process_at_the_same_step(together: Together) -> None:
+    first, second = together.seen("ddp_stopped")
     assert len(first["losses"]) == len(second["losses"]) == 3
 
 
 @pytest.mark.parametrize("kind", ["old", "new"])
-def test_sharded_weights_are_said_to_be_unavailable(kind: str, tmp_path: Path, corpus_file: Path) -> None:
-    alone = run_together(f"{kind}_alone", tmp_path, corpus_file)
-    watched = run_together(f"{kind}_watched", tmp_path, corpus_file)
+def test_sharded_weights_are_said_to_be_unavailable(kind: str, together: Together) -> None:
+    alone, watched = together.seen(f"{kind}_alone"), together.seen(f"{kind}_watched")
     assert [seen["losses"] for seen in alone] == [seen["losses"] for seen in watched]
     assert "sharded" in watched[0]["summary"]["unavailable"]
-    store = an.Store(tmp_path / "run")
+    store = together.store(f"{kind}_watched")
     assert not store.keys()
     (failure,) = store.failures()
     assert "unavailable" in failure["message"]

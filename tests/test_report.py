@@ -391,6 +391,28 @@ def test_a_difference_has_the_spread_over_the_batches_both_saw(tmp_path: Path) -
     assert spreads == pytest.approx([np.std([0.0, 0.1] * 8, ddof=1)] * 25)
 
 
+def test_the_difference_of_two_runs_is_drawn_where_they_share_blocks(tmp_path: Path) -> None:
+    one = stored(tmp_path / "one", *(unit_of("tiny", step=step) for step in (3, 30)))
+    two = stored(tmp_path / "two", *(unit_of("tiny", step=step, shift=0.25) for step in (3, 30)))
+    page = render(gather([one, two]))
+    wanted = [
+        f"difference-1-difference-{metric}-over-{axis}"
+        for metric in ("leading_variance", "twonn")
+        for axis in ("depth", "training")
+    ]
+    found = [figure["id"] or "" for figure in Seen(page).having("figure")]
+    assert [name for name in found if name.startswith("difference")] == wanted
+    assert "leading_variance over depth: two less one" in Seen(page).text
+    packed = json.loads(blob(page, "charts"))
+    assert len(packed["charts"]) == len(found)
+    done = write_report([one, two], tmp_path / "pictures", how="svg")
+    assert not done.failed
+    assert (tmp_path / "pictures" / "two-less-one-difference-twonn-over-training.svg").stat().st_size > 1000
+    other = stored(tmp_path / "other", unit_of("tiny", step=3, depth=None))
+    assert "difference-1-difference" not in render(gather([one, other]))
+    assert "difference-" not in render(gather([one]))
+
+
 def test_runs_that_share_nothing_say_so(tmp_path: Path) -> None:
     one = stored(tmp_path / "one", unit_of("a", step=1), unit_of("b", step=1))
     two = stored(tmp_path / "two", unit_of("c", step=1), unit_of("d", step=1))

@@ -17,6 +17,7 @@ import pyarrow as pa
 import pytest
 import torch
 from hub import Hub
+from shell import Shell
 from typer.testing import CliRunner
 
 from anisoscope.checkpoints import find_checkpoints
@@ -264,7 +265,6 @@ def two_nodes() -> Iterator[Any]:
     cluster.shutdown()
 
 
-@pytest.mark.xdist_group("ray")
 @pytest.mark.filterwarnings("default")
 class TestRay:
     """A real cluster: one node of it dies."""
@@ -383,8 +383,8 @@ def test_failures_are_stored_and_tried_again(run_folder: Path, corpus_file: Path
     assert "corrupt or cut short" in failure["message"]
     assert not failure["message"].startswith("ModelError")
     (run / "checkpoint-2" / "model.safetensors").write_bytes(whole)
-    again = subprocess.run(sweep_command(run, corpus_file, store, "--json"), capture_output=True, text=True)
-    assert again.returncode == 0
+    again = call(*sweep_command(run, corpus_file, store, "--json")[3:])
+    assert again.exit_code == 0, again.stderr
     told = json.loads(again.stdout)
     assert (len(told["measured"]), len(told["stored_before"])) == (1, 5)
 
@@ -472,116 +472,149 @@ def test_time_left_is_told_from_the_pace(undisturbed_store: Store, tmp_path: Pat
         assert seen.seconds_left == pytest.approx(900, rel=0.05)
 
 
+class Series:
+    """Checkpoints under a name of their own, on a hub that several tests share."""
+
+    def __init__(self, hub: Hub, shell: Shell, home: Path, folder: Path, name: str) -> None:
+        self.hub, self._shell, self._home = hub, shell, home
+        self.name, self.run = f"lab/{name}", folder / "run"
+
+    def words(self, corpus: Path, *more: str) -> list[str]:
+        return ["sweep", self.name, "--corpus", str(corpus), *FLAGS, "-o", str(self.run), *more]
+
+    def sweep(self, corpus: Path, *more: str) -> subprocess.CompletedProcess[str]:
+        return self._shell.run(*self.words(corpus, *more))
+
+    def sweep_anew(self, corpus: Path, *more: str) -> subprocess.CompletedProcess[str]:
+        """The same in a process that knows of nothing."""
+        command = [sys.executable, "-m", "anisoscope", *self.words(corpus, *more)]
+        return subprocess.run(command, env=variables(self.hub, self._home), capture_output=True, text=True)
+
+    def downloads(self) -> list[str]:
+        return self.hub.downloads(f"*{self.name}/*.safetensors")
+
+    def kept(self) -> list[Path]:
+        """Weights that are still in the cache of the client."""
+        return [path for path in self._home.rglob("*.safetensors") if self.name.replace("/", "--") in str(path)]
+
+    def scratch(self) -> list[Path]:
+        return list((self._home / "scratch").rglob("*.safetensors"))
+
+
+def variables(hub: Hub, home: Path) -> dict[str, str]:
+    return {**os.environ, **hub.environment(home / "home"), "ANISOSCOPE_SCRATCH": str(home / "scratch")}
+
+
 class TestHub:
     """Checkpoints that have to be fetched, through the normal client, from a hub on this machine."""
 
-    @pytest.fixture
-    def hub(self, run_folder: Path, tmp_path: Path) -> Iterator[Hub]:
-        with Hub(tmp_path / "hub") as hub:
-            for step in STEPS[:4]:
-                files = {path.name: path for path in (run_folder / f"checkpoint-{step}").iterdir()}
-                hub.add("lab/tiny", f"step{step}", files, kind="tag" if step == 1 else "branch")
-            yield hub
+    @pytest.fixture(scope="class")
+    def shared(self, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Hub, Shell, Path]]:
+        """A hub, and one process that sweeps from it."""
+        home = tmp_path_factory.mktemp("fetching")
+        with Hub(home / "hub") as hub, Shell(variables(hub, home)) as shell:
+            yield hub, shell, home
 
-    def sweep(self, hub: Hub, corpus: Path, tmp_path: Path, *more: str) -> subprocess.CompletedProcess[str]:
-        environment = {
-            **os.environ,
-            **hub.environment(tmp_path / "home"),
-            "ANISOSCOPE_SCRATCH": str(tmp_path / "scratch"),
-        }
-        command = [sys.executable, "-m", "anisoscope", "sweep", "lab/tiny", "--corpus", str(corpus), *FLAGS]
-        return subprocess.run(
-            [*command, "-o", str(tmp_path / "run"), *more], env=environment, capture_output=True, text=True
-        )
+    @pytest.fixture
+    def series(
+        self,
+        shared: tuple[Hub, Shell, Path],
+        run_folder: Path,
+        tmp_path: Path,
+        request: pytest.FixtureRequest,
+    ) -> Iterator[Series]:
+        series = Series(*shared, tmp_path, str(abs(hash(request.node.name))))
+        for step in STEPS[:4]:
+            files = {path.name: path for path in (run_folder / f"checkpoint-{step}").iterdir()}
+            series.hub.add(series.name, f"step{step}", files, kind="tag" if step == 1 else "branch")
+        yield series
+        series.hub.heal()
 
     def test_a_hub_series_is_fetched_measured_and_deleted(
-        self, hub: Hub, corpus_file: Path, tmp_path: Path, undisturbed: pa.Table
+        self, series: Series, corpus_file: Path, undisturbed: pa.Table
     ) -> None:
         # Reset connections, which the client does not try again.
-        hub.break_once("lab/tiny/resolve/*/model.safetensors", after_bytes=1000, reset=True)
-        done = self.sweep(hub, corpus_file, tmp_path)
+        series.hub.break_once(f"{series.name}/resolve/*/model.safetensors", after_bytes=1000, reset=True)
+        done = series.sweep(corpus_file)
         assert done.returncode == 0, done.stderr
-        table = Store(tmp_path / "run").table()
+        table = Store(series.run).table()
         assert table["step"].unique().to_pylist() == list(STEPS[:4])
-        specs = [Store(tmp_path / "run").spec(key) for key in sorted(Store(tmp_path / "run").keys())]
+        specs = [Store(series.run).spec(key) for key in sorted(Store(series.run).keys())]
         assert all(len(spec["weights"]) == 40 for spec in specs)
         ours = {(row["step"], row["site"], row["metric"], row["population"]): row["value"] for row in table.to_pylist()}
         for row in undisturbed.to_pylist():
             if row["step"] in STEPS[:4]:
                 place = (row["step"], row["site"], row["metric"], row["population"])
                 assert ours[place] == pytest.approx(row["value"], rel=1e-4, nan_ok=True)
-        assert not list((tmp_path / "scratch").rglob("*.safetensors"))
-        assert not list((tmp_path / "home").rglob("*.safetensors"))
-        before = len(hub.downloads("*.safetensors"))
-        assert self.sweep(hub, corpus_file, tmp_path).returncode == 0
-        assert len(hub.downloads("*.safetensors")) == before
+        assert not series.scratch()
+        assert not series.kept()
+        before = len(series.downloads())
+        # Each was cut off once.
+        assert before == 8
+        assert series.sweep_anew(corpus_file).returncode == 0
+        assert len(series.downloads()) == before
 
-    def test_the_next_checkpoint_is_fetched_while_this_one_is_measured(
-        self, hub: Hub, corpus_file: Path, tmp_path: Path
-    ) -> None:
+    def test_the_next_checkpoint_is_fetched_while_this_one_is_measured(self, series: Series, corpus_file: Path) -> None:
         # Downloads take about as long as measuring.
-        hub.slow("*.safetensors", 500_000)
+        series.hub.slow("*.safetensors", 500_000)
         asked: list[float] = []
         stop = threading.Event()
 
         def look() -> None:
             while not stop.wait(0.001):
-                asked.extend([time.time()] * (len(hub.downloads("*.safetensors")) - len(asked)))
+                asked.extend([time.time()] * (len(series.downloads()) - len(asked)))
 
         watcher = threading.Thread(target=look)
         watcher.start()
-        done = self.sweep(hub, corpus_file, tmp_path)
+        done = series.sweep(corpus_file)
         stop.set()
         watcher.join()
         assert done.returncode == 0, done.stderr
-        stored = sorted(path.stat().st_mtime for path in (tmp_path / "run").glob("*.parquet"))
+        stored = sorted(path.stat().st_mtime for path in series.run.glob("*.parquet"))
         assert len(stored) == len(asked) == 4
         assert all(later < earlier for later, earlier in zip(asked[1:], stored[:-1], strict=True))
 
-    def test_files_are_kept_where_that_is_asked_for(self, hub: Hub, corpus_file: Path, tmp_path: Path) -> None:
-        done = self.sweep(hub, corpus_file, tmp_path, "--keep-cache")
+    def test_files_are_kept_where_that_is_asked_for(self, series: Series, corpus_file: Path) -> None:
+        done = series.sweep(corpus_file, "--keep-cache")
         assert done.returncode == 0, done.stderr
-        assert len(list((tmp_path / "home").rglob("*.safetensors"))) == 4
+        assert len(series.kept()) == 4
 
-    def test_wrong_bytes_are_a_failure_and_never_a_number(self, hub: Hub, corpus_file: Path, tmp_path: Path) -> None:
-        hub.corrupt("lab/tiny/resolve/*/model.safetensors")
-        done = self.sweep(hub, corpus_file, tmp_path, "--max-retries", "0", "--every", "3")
+    def test_wrong_bytes_are_a_failure_and_never_a_number(self, series: Series, corpus_file: Path) -> None:
+        series.hub.corrupt(f"{series.name}/resolve/*/model.safetensors")
+        done = series.sweep(corpus_file, "--max-retries", "0", "--every", "3")
         assert done.returncode == 1
-        assert not Store(tmp_path / "run").keys()
-        assert "not the file that the hub announced" in Store(tmp_path / "run").failures()[0]["message"]
-        hub.heal()
-        assert self.sweep(hub, corpus_file, tmp_path, "--every", "3").returncode == 0
+        assert not Store(series.run).keys()
+        assert "not the file that the hub announced" in Store(series.run).failures()[0]["message"]
+        series.hub.heal()
+        assert series.sweep(corpus_file, "--every", "3").returncode == 0
 
     def test_steps_that_share_a_blob_are_refused_before_any_download(
-        self, hub: Hub, run_folder: Path, corpus_file: Path, tmp_path: Path
+        self, series: Series, run_folder: Path, corpus_file: Path
     ) -> None:
-        hub.add("lab/tiny", "step3", {path.name: path for path in (run_folder / "checkpoint-1").iterdir()})
-        done = self.sweep(hub, corpus_file, tmp_path)
+        series.hub.add(series.name, "step3", {path.name: path for path in (run_folder / "checkpoint-1").iterdir()})
+        done = series.sweep(corpus_file)
         assert done.returncode == 1
-        assert "lab/tiny@step3: it has the same weights as step1" in done.stderr
-        assert not hub.downloads("*.safetensors")
-        assert not Store(tmp_path / "run").keys()
-        assert self.sweep(hub, corpus_file, tmp_path, "--no-verify").returncode == 0
-        rows = Store(tmp_path / "run").table().select(["revision", "suspect", "value"]).to_pylist()
+        assert f"{series.name}@step3: it has the same weights as step1" in done.stderr
+        assert not series.downloads()
+        assert not Store(series.run).keys()
+        assert series.sweep(corpus_file, "--no-verify").returncode == 0
+        rows = Store(series.run).table().select(["revision", "suspect", "value"]).to_pylist()
         assert {row["revision"] for row in rows if row["suspect"]} == {"step1", "step3"}
 
-    @pytest.mark.xdist_group("ray")
-    def test_on_ray_files_are_fetched_by_tasks_of_their_own(
-        self, hub: Hub, corpus_file: Path, tmp_path: Path, undisturbed: pa.Table
-    ) -> None:
+    def test_on_ray_files_are_fetched_by_tasks_of_their_own(self, series: Series, corpus_file: Path) -> None:
         pytest.importorskip("ray")
-        done = self.sweep(hub, corpus_file, tmp_path, "--engine", "ray", "--workers", "1")
+        done = series.sweep_anew(corpus_file, "--engine", "ray", "--workers", "1")
         assert done.returncode == 0, done.stderr
-        table = Store(tmp_path / "run").table()
+        table = Store(series.run).table()
         assert table["step"].unique().to_pylist() == list(STEPS[:4])
-        assert len(hub.downloads("*.safetensors")) == 4
-        assert not list((tmp_path / "scratch").rglob("*.safetensors"))
+        assert len(series.downloads()) == 4
+        assert not series.scratch()
 
-    def test_a_dry_run_says_what_would_be_downloaded(self, hub: Hub, corpus_file: Path, tmp_path: Path) -> None:
-        done = self.sweep(hub, corpus_file, tmp_path, "--dry-run", "--json")
+    def test_a_dry_run_says_what_would_be_downloaded(self, series: Series, corpus_file: Path) -> None:
+        done = series.sweep(corpus_file, "--dry-run", "--json")
         assert done.returncode == 0, done.stderr
         rows = json.loads(done.stdout)
         assert [row["revision"] for row in rows] == ["step0", "step1", "step2", "step4"]
         assert all(row["bytes"] > 100_000 and len(row["commit"]) == 40 for row in rows)
-        assert not hub.downloads("*.safetensors")
-        assert not (tmp_path / "run").exists()
+        assert not series.downloads()
+        assert not series.run.exists()

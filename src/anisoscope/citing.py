@@ -36,15 +36,16 @@ MODELS: dict[str, str] = {
     "*moderncamembert*": "antoun2025modernbert",
     "*gaperon*": "godey2025gaperon",
     "*multiberts*": "sellam2022multiberts",
-    "*roberta*": "liu2019roberta",
+    "roberta-*": "liu2019roberta",
+    "*/roberta-*": "liu2019roberta",
     "*albert*": "lan2020albert",
     "google-bert/*": "devlin2019bert",
     "*gpt-neox*": "black2022gptneox",
     "*gpt-j*": "wang2021gptj",
     "*gpt2*": "radford2019language",
-    "*falcon*": "almazrouei2023falcon",
+    "*falcon-[0-9]*b*": "almazrouei2023falcon",
     "allenai/olmo-1b*": "groeneveld2024olmo",
-    "llm360/*": "liu2023llm360",
+    "llm360/amber*": "liu2023llm360",
     "facebook/opt-*": "zhang2022opt",
 }
 CORPORA = {"enwik8": "mahoney2011large", "heldout:enwik8": "mahoney2011large"}
@@ -163,7 +164,8 @@ def as_text(bibliography: Bibliography) -> str:
 
 def _sentence(one: Reference) -> str:
     fields = dict(re.findall(r"^\s*(\w+) = \{(.*?)\},?$", one.bibtex, re.MULTILINE))
-    where = fields.get("journal") or fields.get("booktitle") or fields.get("series") or fields.get("institution") or ""
+    known = ("journal", "booktitle", "series", "institution", "howpublished")
+    where = next((fields[name] for name in known if name in fields), "").replace("\\url", "")
     arxiv = f"arXiv:{fields['eprint']}" if "eprint" in fields else ""
     version = f"version {fields['version']}" if "version" in fields else ""
     parts = [_authors(fields.get("author", "")), fields.get("year", ""), fields.get("title", ""), where, arxiv, version]

@@ -12,13 +12,15 @@
     alignment_bins  the same by token frequency
     curvature       curvature against the exponent of sampling
     concepts        concepts through training
+    difference      one run less another, over depth or training    of two tables
     owners          who owns the leading axis of each site          of a Unit
     embeddings      rows of an embedding matrix in two dimensions   of a Unit
     verdicts        what `judge` returned                           of Verdicts
 
 The others take the table of `Store.table()`. `corpus` and `keys` (of units) narrow it; corpora are never mixed, and a
 run that holds one number under several settings is refused until `keys` chooses: nothing is averaged that was not asked
-for. `catalogue` makes every figure that a run has rows for; `save` writes a chart as HTML, PNG, SVG, PDF or JSON.
+for. `catalogue` makes every figure that a run has rows for, `contrast` those of the difference of two runs; `save`
+writes a chart as HTML, PNG, SVG, PDF or JSON.
 """
 
 from anisoscope.figures.curving import concepts as concepts
@@ -31,6 +33,8 @@ from anisoscope.figures.depth import profile as profile
 from anisoscope.figures.depth import profile_data as profile_data
 from anisoscope.figures.depth import steps as steps
 from anisoscope.figures.depth import steps_data as steps_data
+from anisoscope.figures.differences import difference as difference
+from anisoscope.figures.differences import difference_data as difference_data
 from anisoscope.figures.dimension import lengths as lengths
 from anisoscope.figures.dimension import lengths_data as lengths_data
 from anisoscope.figures.dimension import scales as scales
@@ -44,6 +48,7 @@ from anisoscope.figures.drawing import themed as themed
 from anisoscope.figures.gallery import SECTIONS as SECTIONS
 from anisoscope.figures.gallery import Figure as Figure
 from anisoscope.figures.gallery import catalogue as catalogue
+from anisoscope.figures.gallery import contrast as contrast
 from anisoscope.figures.judgements import verdicts as verdicts
 from anisoscope.figures.judgements import verdicts_data as verdicts_data
 from anisoscope.figures.places import embeddings as embeddings

@@ -78,6 +78,29 @@ def dynamics_caption(data: pa.Table) -> str:
     return f"{metric}, averaged over the blocks: {'; '.join(said)}{_null(rows)}."
 
 
+def difference_caption(data: pa.Table) -> str:
+    """How large the difference is, where it is largest, and where it is larger than its spread."""
+    rows, said = _numbers(name_series(data.to_pylist())), []
+    several = len({row["series"] for row in rows}) > 1
+    for (population, series), line in _lines(rows, "population", "series").items():
+        top = max(line, key=lambda row: abs(row["value"]))
+        where = top["site"] if "site" in top else f"step {top['label']}"
+        beyond = sum(abs(row["value"]) > row["spread"] for row in line)
+        known = sum(is_number(row["spread"]) for row in line)
+        than = f", beyond its spread over batches at {beyond} of {known}" if known else ""
+        who = f"[{population}] of {series}" if several else f"[{population}]"
+        mean = say(mean_of([row["value"] for row in line]))
+        said.append(f"{who} {mean} on average, farthest from 0 at {where} ({say(top['value'])}){than}")
+    more = f"; and {len(said) - _TOLD} more lines" if len(said) > _TOLD else ""
+    what = f"{rows[0]['metric']} of {rows[0]['other']} less that of {rows[0]['first']}"
+    points = "blocks" if "site" in rows[0] else "checkpoints that both have, means of the blocks"
+    return f"{what}, {len({_place(row) for row in rows})} {points}: {'; '.join(said[:_TOLD])}{more}."
+
+
+def _place(row: Row) -> Any:
+    return row["site"] if "site" in row else row["label"]
+
+
 def heatmap_caption(data: pa.Table) -> str:
     """Where the smallest and the largest numbers stand."""
     rows = _numbers(data.to_pylist())

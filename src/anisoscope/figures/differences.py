@@ -12,6 +12,7 @@ import pyarrow.compute as pc
 
 from anisoscope.errors import SpecError
 from anisoscope.figures import captions
+from anisoscope.figures.choosing import GRIDE, among, distinct, in_chunks, in_order, one_setting, plain_states
 from anisoscope.figures.drawing import (
     PALETTE,
     Chart,
@@ -27,7 +28,7 @@ from anisoscope.figures.drawing import (
     subtitle,
     titled,
 )
-from anisoscope.figures.plans import GRIDE, Plan, among, chunks, distinct, one_setting, ordered, plain_states
+from anisoscope.figures.plans import Plan
 from anisoscope.figures.rows import (
     AXES,
     NUMBERS,
@@ -40,7 +41,6 @@ from anisoscope.figures.rows import (
     select_rows,
     table_of,
 )
-from anisoscope.revisions import training_order
 from anisoscope.store import name_trainings
 
 _RUNS = ("first", "other", "first_value", "other_value")
@@ -48,6 +48,8 @@ OVER_DEPTH = (*WHO, "site", "block", "depth", *_RUNS, *NUMBERS, "points")
 OVER_TRAINING = (*WHO, "position", "label", "blocks", *_RUNS, *NUMBERS)
 # Where each run has one of these and they differ, they are compared all the same, and both are named.
 _MAY_DIFFER = ("model", "corpus")
+# A difference of nulls that is seen beside the differences.
+_SEEN = 0.02
 _SERIES = ("model", "corpus", "stack", "population")
 
 
@@ -182,12 +184,13 @@ def difference(first: pa.Table, other: pa.Table, *, axis: str = "depth", **choic
 def draw_difference(data: pa.Table, *, axis: str = "depth") -> Chart:
     """Lines with bands around a line at zero."""
     alt = import_altair()
-    rows = name_series(data.to_pylist(), *(() if axis == "depth" else ("model",)))
+    rows = name_series(data.to_pylist())
     where = ("site", "depth", "step", "points") if axis == "depth" else ("label", "blocks", "position")
     shown = ("series", "population", *where, "value", "spread", "first_value", "other_value")
-    # A null that is the same in both runs is the line at zero.
-    moved = any(not math.isclose(row["null"], 0, abs_tol=1e-9) for row in rows if not math.isnan(row["null"]))
-    drawn = chart_rows(rows, (*dict.fromkeys((*shown, "low", "high", "null")),))
+    drawn = chart_rows(rows, (*shown, "low", "high", "null"))
+    # Nulls that are nearly the same in both runs would only blur the line at zero.
+    far, chance = (max((abs(row[name]) for row in drawn if row[name]), default=0.0) for name in ("value", "null"))
+    moved = chance > _SEEN * far
     drawn = drawn if moved else [{**row, "null": None} for row in drawn]
     names, panels = (list(dict.fromkeys(row[name] for row in rows)) for name in ("series", "population"))
     colour = alt.Color("series:N", scale=alt.Scale(domain=names), legend=legend(names) if len(names) > 1 else None)
@@ -212,34 +215,34 @@ def difference_plans(first: pa.Table, other: pa.Table, names: tuple[str, str]) -
             one_setting(table.filter((pc.field("metric") == metric) & pc.field("depth").is_valid())).table
             for table in tables
         )
-        populations = ordered(set(distinct(left, "population")) & set(distinct(right, "population")))
-        models = distinct(right, "model")
-        for number, some in enumerate(chunks(models, len(PALETTE))):
-            part = f" ({number + 1})" if len(models) > len(PALETTE) else ""
-            mine = right.filter(among("model", some))
-            for axis in ("depth", _training_axis(left, mine)):
-                yield from _plan(left, mine, metric, populations, axis, names, part)
+        populations = in_order(set(distinct(left, "population")) & set(distinct(right, "population")))
+        for axis in ("depth", _training_axis(left, right)) if populations else ():
+            choice = {"metric": metric, "populations": populations, "axis": axis, "names": names}
+            try:
+                data = difference_data(left, right, **choice)
+            except SpecError:
+                # The runs have no block in common, or no checkpoint; the report's table has what they do have.
+                continue
+            yield from _plans_of(data, axis)
 
 
-def _plan(
-    left: pa.Table, right: pa.Table, metric: str, populations: Sequence[str], axis: str, names: tuple[str, str], part: str
-) -> Iterator[Plan]:
-    try:
-        data = difference_data(left, right, metric=metric, populations=populations, axis=axis, names=names)
-    except SpecError:
-        # The runs have nothing in common here, and the table of the difference says what they have.
+def _plans_of(data: pa.Table, axis: str) -> Iterator[Plan]:
+    """The same for all models, at most as many to a figure as there are colours."""
+    if axis != "depth" and len(distinct(data, "position")) < 2:
         return
-    if axis != "depth" and len(set(data["position"].to_pylist())) < 2:
-        return
+    metric, first, other = (distinct(data, name)[0] for name in ("metric", "first", "other"))
     over = "depth" if axis == "depth" else "training"
-    yield Plan(
-        name=f"difference-{metric}-over-{over}{part}",
-        section="difference",
-        title=f"{metric} over {over}: {names[1]} less {names[0]}{part}",
-        data=lambda: data,
-        draw=partial(draw_difference, axis=axis),
-        caption=captions.difference_caption,
-    )
+    models = distinct(data, "model")
+    for number, some in enumerate(in_chunks(models, len(PALETTE))):
+        part = f" ({number + 1})" if len(models) > len(PALETTE) else ""
+        yield Plan(
+            name=f"difference-{metric}-over-{over}{part}",
+            section="difference",
+            title=f"{metric} over {over}: {other} less {first}{part}",
+            data=partial(data.filter, among("model", some)),
+            draw=partial(draw_difference, axis=axis),
+            caption=captions.difference_caption,
+        )
 
 
 def _training_axis(*tables: pa.Table) -> str:

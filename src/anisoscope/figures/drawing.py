@@ -33,7 +33,19 @@ _PAGE = """<!DOCTYPE html>
 </body></html>
 """
 _DIGITS = 4
-_NUMERIC = {"value", "spread", "null", "low", "high", "loss", "loss_spread", "share", "share_of_energy", "cosine", "p"}
+_NUMERIC = {"first_value", "other_value"} | {
+    "value",
+    "spread",
+    "null",
+    "low",
+    "high",
+    "loss",
+    "loss_spread",
+    "share",
+    "share_of_energy",
+    "cosine",
+    "p",
+}
 _FORMATS = {"step": ",d", "tokens": ",d", "points": ",d", "batches": ",d", "block": "d", "depth": ".3~f"}
 
 
@@ -270,16 +282,18 @@ def band_and_line(
     shape: Any = None,
     names: Sequence[str] = (),
     alike: Sequence[Row] = (),
+    zero: bool = False,
 ) -> Any:
     """A line for each series, its spread as a band, its null as a grey dashed line. Needs column `series`.
 
     `alike` are the rows of all panels, which then go by powers together or not at all. With `names`, lines grow thinner
-    in that order: those that coincide are still seen, each inside the one before.
+    in that order: those that coincide are still seen, each inside the one before. `zero` keeps a line there in sight.
     """
     alt = import_altair()
     base = alt.Chart(inline(rows))
-    scale = value_scale(alike or rows)
-    y = alt.Y("value:Q", title=y_title, scale=scale, axis=value_axis(alike or rows))
+    scale = alt.Scale(zero=True, nice=True) if zero else value_scale(alike or rows)
+    axis = alt.Axis(tickCount=5) if zero else value_axis(alike or rows)
+    y = alt.Y("value:Q", title=y_title, scale=scale, axis=axis)
     layers = []
     if any(is_number(row["low"]) for row in rows):
         band = base.transform_filter("isValid(datum.low)").mark_area(opacity=0.16, clip=True)
@@ -288,6 +302,8 @@ def band_and_line(
         null = base.transform_filter("isValid(datum.null)").mark_line(color=GREY, strokeDash=[5, 3], strokeWidth=1.2)
         grey = {"y": alt.Y("null:Q", scale=scale), "tooltip": tooltip("series", "null")}
         layers.append(null.encode(x=x, detail="series:N", **grey))
+    if zero:
+        layers.append(base.mark_rule(color=GREY).encode(y=alt.YDatum(0, title=y_title, scale=scale, axis=axis)))
     line = {"x": x, "y": y, "color": colour, "detail": "series:N", "order": x_order(x)}
     marks = {"x": x, "y": y, "color": colour, "tooltip": tooltip(*shown)}
     if shape is not None:

@@ -9,11 +9,13 @@ import pyarrow as pa
 
 from anisoscope.claims.verdicts import Verdict
 from anisoscope.errors import AnisoscopeError
+from anisoscope.figures.differences import difference_plans
 from anisoscope.figures.drawing import Chart, is_number
 from anisoscope.figures.plans import Plan, Source, sources
 from anisoscope.records import Unit
 
 SECTIONS = (
+    "difference",
     "profiles",
     "dynamics",
     "populations",
@@ -58,12 +60,22 @@ def catalogue(table: pa.Table, *, units: Iterable[Unit] = (), verdicts: Sequence
     return sorted(_with_own_names(made), key=lambda figure: SECTIONS.index(figure.section))
 
 
+def contrast(first: pa.Table, other: pa.Table, *, names: tuple[str, str] = ("first", "other")) -> list[Figure]:
+    """Figures of the difference of two runs, where they share metric, population and blocks; never raises.
+
+    first, other  of `Store.table()`
+    names         of the runs
+    """
+    source = Source(section="difference", plans=partial(difference_plans, first, other, names))
+    return list(_with_own_names(_of_source(source)))
+
+
 def _made(table: pa.Table, units: Sequence[Unit], verdicts: Sequence[Verdict]) -> Iterator[Figure]:
     try:
         for source in sources(table, units, verdicts):
             yield from _of_source(source)
     except Exception as error:
-        yield _broken("figures", SECTIONS[0], "Figures of this run", error)
+        yield _broken("figures", "profiles", "Figures of this run", error)
 
 
 def _of_source(source: Source) -> list[Figure]:

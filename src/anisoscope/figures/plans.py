@@ -11,10 +11,22 @@ import pyarrow.compute as pc
 
 from anisoscope.claims.verdicts import Verdict
 from anisoscope.figures import captions, curving, depth, dimension, judgements, places, tangents, training
+from anisoscope.figures.choosing import (
+    GRIDE,
+    Chosen,
+    among,
+    checkpoints_of,
+    distinct,
+    groups_of,
+    in_chunks,
+    in_order,
+    one_setting,
+    plain_states,
+)
 from anisoscope.figures.drawing import PALETTE, Chart
 from anisoscope.records import FINAL_NORM_SITES, Unit
 from anisoscope.revisions import training_order
-from anisoscope.store import SCHEMA, name_trainings
+from anisoscope.store import name_trainings
 
 # Checkpoints across in a heatmap.
 ACROSS = 48
@@ -22,7 +34,6 @@ ACROSS = 48
 POPULATIONS = ("leading_variance", "mean_cosine", "twonn")
 # Verdicts to a figure.
 VERDICTS = 40
-_GRIDE = r"gride_\d+"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,15 +61,14 @@ class Source:
 def sources(table: pa.Table, units: Sequence[Unit], verdicts: Sequence[Verdict]) -> Iterator[Source]:
     """Where plans come from, each by its section: one that fails leaves the others alone."""
     table = name_trainings(table)
-    plain = pc.field("gradient").is_null() & pc.field("bin").is_null() & pc.field("variant").is_null()
-    states = table.filter(plain & (pc.field("site") != "output") & (pc.field("population") != "rows"))
-    corpora = _distinct(states, "corpus")
+    states = plain_states(table)
+    corpora = distinct(states, "corpus")
     for corpus in corpora:
         here = states.filter(pc.field("corpus") == corpus)
         end = f" on {corpus}" if len(corpora) > 1 else ""
-        for metric in _distinct(here, "metric"):
+        for metric in distinct(here, "metric"):
             # Those have a figure of their own, over scales.
-            if not re.fullmatch(_GRIDE, metric):
+            if not re.fullmatch(GRIDE, metric):
                 yield Source(section="profiles", plans=partial(_of_metric, here, table, metric, end))
         yield Source(section="final norm", plans=partial(_of_stages, here, end))
         yield Source(section="dimension", plans=partial(_of_scales, here, end))
@@ -72,11 +82,11 @@ def sources(table: pa.Table, units: Sequence[Unit], verdicts: Sequence[Verdict])
 
 def _of_stages(states: pa.Table, end: str) -> Iterator[Plan]:
     """Metrics through the final norm."""
-    if FINAL_NORM_SITES[0] in _distinct(states, "site"):
-        inside = states.filter(_among("metric", places.STAGE_METRICS))
-        keys = _distinct(inside.filter(pc.field("site") == FINAL_NORM_SITES[0]), "key")
-        chosen = _one_setting(inside.filter(_among("key", keys)))
-        for population in _ordered({"all", "typical"} & set(_distinct(chosen.table, "population"))):
+    if FINAL_NORM_SITES[0] in distinct(states, "site"):
+        inside = states.filter(among("metric", places.STAGE_METRICS))
+        keys = distinct(inside.filter(pc.field("site") == FINAL_NORM_SITES[0]), "key")
+        chosen = one_setting(inside.filter(among("key", keys)))
+        for population in in_order({"all", "typical"} & set(distinct(chosen.table, "population"))):
             yield Plan(
                 name=f"stages-{population}{end}",
                 section="final norm",
@@ -88,16 +98,16 @@ def _of_stages(states: pa.Table, end: str) -> Iterator[Plan]:
 
 
 def _of_scales(states: pa.Table, end: str) -> Iterator[Plan]:
-    names = [name for name in _distinct(states, "metric") if re.fullmatch(_GRIDE, name)]
-    scaled = states.filter(_among("metric", names))
-    chosen = _one_setting(scaled.filter(pc.field("depth").is_valid()))
-    for model in _distinct(chosen.table, "model"):
+    names = [name for name in distinct(states, "metric") if re.fullmatch(GRIDE, name)]
+    scaled = states.filter(among("metric", names))
+    chosen = one_setting(scaled.filter(pc.field("depth").is_valid()))
+    for model in distinct(chosen.table, "model"):
         mine = chosen.table.filter(pc.field("model") == model)
         yield Plan(
             name=f"scales-{model}{end}",
             section="dimension",
             title=f"gride of {model} against scale{end}",
-            data=partial(dimension.scales_data, mine, model=model, populations=_ordered(_distinct(mine, "population"))),
+            data=partial(dimension.scales_data, mine, model=model, populations=in_order(distinct(mine, "population"))),
             draw=dimension.draw_scales,
             caption=chosen.counted(captions.scales_caption),
         )
@@ -107,16 +117,16 @@ def _of_lengths(states: pa.Table, units: Sequence[Unit], end: str) -> Iterator[P
     """Leading variance over window lengths, where units differ in nothing else that is seen in the table."""
     lengths = {unit.key: unit.spec.seq_len for unit in units}
     blocks = states.filter(pc.field("depth").is_valid() & (pc.field("metric") == "leading_variance"))
-    blocks = blocks.filter(_among("key", list(lengths)))
+    blocks = blocks.filter(among("key", list(lengths)))
     parts = []
     for length in sorted(set(lengths.values())):
         keys = [key for key, found in lengths.items() if found == length]
-        parts.append(_one_setting(blocks.filter(_among("key", keys))).table)
+        parts.append(one_setting(blocks.filter(among("key", keys))).table)
     mine = [part for part in parts if len(part)]
     if len(mine) < 2:
         return
     rows = pa.concat_tables(mine)
-    which = [name for name in ("all", "typical") if name in _distinct(rows, "population")]
+    which = [name for name in ("all", "typical") if name in distinct(rows, "population")]
     yield Plan(
         name=f"lengths-leading_variance{end}",
         section="populations",
@@ -130,12 +140,12 @@ def _of_lengths(states: pa.Table, units: Sequence[Unit], end: str) -> Iterator[P
 def _of_gradients(table: pa.Table) -> Iterator[Plan]:
     """Tangent energy with its controls, over training where there are several checkpoints, else over depth."""
     kept = pc.field("gradient").is_valid() & pc.field("depth").is_valid()
-    rows = table.filter(kept & _among("metric", ["tangent_energy", *tangents.CONTROLLED]))
-    for group in _groups(rows.filter(pc.field("bin").is_null()), "model", "corpus", "population", "variant"):
+    rows = table.filter(kept & among("metric", ["tangent_energy", *tangents.CONTROLLED]))
+    for group in groups_of(rows.filter(pc.field("bin").is_null()), "model", "corpus", "population", "variant"):
         names = group.names
-        chosen = _one_setting(group.table)
-        several = len(_checkpoints(chosen.table)) > 1
-        stepped = None not in _distinct(chosen.table, "step")
+        chosen = one_setting(group.table)
+        several = len(checkpoints_of(chosen.table)) > 1
+        stepped = None not in distinct(chosen.table, "step")
         axis = ("step" if stepped else "checkpoint") if several else "depth"
         yield Plan(
             name="alignment-" + "-".join(map(str, names.values())),
@@ -145,9 +155,9 @@ def _of_gradients(table: pa.Table) -> Iterator[Plan]:
             draw=partial(tangents.draw_alignment, axis=axis),
             caption=chosen.counted(captions.alignment_caption),
         )
-    for group in _groups(rows.filter(pc.field("bin").is_valid()), "model", "corpus", "population", "variant"):
+    for group in groups_of(rows.filter(pc.field("bin").is_valid()), "model", "corpus", "population", "variant"):
         names = group.names
-        chosen = _one_setting(group.table)
+        chosen = one_setting(group.table)
         yield Plan(
             name="alignment_bins-" + "-".join(map(str, names.values())),
             section="alignment",
@@ -160,8 +170,8 @@ def _of_gradients(table: pa.Table) -> Iterator[Plan]:
 
 def _of_curvature(table: pa.Table) -> Iterator[Plan]:
     rows = table.filter((pc.field("metric") == "curvature_visibility") & pc.field("variant").is_valid())
-    stated = rows.filter(_among("variant", [name for name in _distinct(rows, "variant") if "exponent=" in name]))
-    for group in _groups(stated, "corpus", "population"):
+    stated = rows.filter(among("variant", [name for name in distinct(rows, "variant") if "exponent=" in name]))
+    for group in groups_of(stated, "corpus", "population"):
         yield Plan(
             name="curvature-" + "-".join(map(str, group.names.values())),
             section="curvature",
@@ -220,7 +230,7 @@ def _of_weights(units: Sequence[Unit]) -> Iterator[Plan]:
 
 def _of_verdicts(verdicts: Sequence[Verdict]) -> Iterator[Plan]:
     ordered = sorted(verdicts, key=lambda one: list(judgements.HOLDS).index(one.holds))
-    for number, some in enumerate(_chunks(ordered, VERDICTS)):
+    for number, some in enumerate(in_chunks(ordered, VERDICTS)):
         part = f" ({number + 1})" if len(verdicts) > VERDICTS else ""
         yield Plan(
             name=f"verdicts{part}",
@@ -235,12 +245,12 @@ def _of_verdicts(verdicts: Sequence[Verdict]) -> Iterator[Plan]:
 
 def _of_metric(states: pa.Table, table: pa.Table, metric: str, end: str) -> Iterator[Plan]:
     """Profile, dynamics, steps and heatmaps of one metric on one corpus."""
-    rows = _one_setting(states.filter(pc.field("metric") == metric))
+    rows = one_setting(states.filter(pc.field("metric") == metric))
     blocks = rows.table.filter(pc.field("depth").is_valid())
-    populations = _ordered(_distinct(blocks, "population"))
-    models = _distinct(blocks, "model")
-    for number, some in enumerate(_chunks(models, len(PALETTE))):
-        mine = blocks.filter(_among("model", some))
+    populations = in_order(distinct(blocks, "population"))
+    models = distinct(blocks, "model")
+    for number, some in enumerate(in_chunks(models, len(PALETTE))):
+        mine = blocks.filter(among("model", some))
         part = f" ({number + 1})" if len(models) > len(PALETTE) else ""
         yield Plan(
             name=f"profile-{metric}{end}{part}",
@@ -253,7 +263,7 @@ def _of_metric(states: pa.Table, table: pa.Table, metric: str, end: str) -> Iter
         yield from _dynamics(mine, table, rows, metric, populations, f"{end}{part}")
     for model in models:
         mine = blocks.filter(pc.field("model") == model)
-        if len(_checkpoints(mine)) > 1:
+        if len(checkpoints_of(mine)) > 1:
             yield from _training(mine, rows, model, metric, populations[0], end)
         if len(populations) > 1 and metric in POPULATIONS:
             yield Plan(
@@ -267,16 +277,16 @@ def _of_metric(states: pa.Table, table: pa.Table, metric: str, end: str) -> Iter
 
 
 def _dynamics(
-    blocks: pa.Table, table: pa.Table, rows: "_Chosen", metric: str, populations: list[str], end: str
+    blocks: pa.Table, table: pa.Table, rows: Chosen, metric: str, populations: list[str], end: str
 ) -> Iterator[Plan]:
     """Of models with several checkpoints; those without a step are left out where others have one."""
     stepped = blocks.filter(pc.field("step").is_valid())
     # Steps that start again in every stage have no place on one axis.
-    axis = "step" if len(_distinct(stepped, "step")) > 1 and len(_distinct(stepped, "stage")) == 1 else "checkpoint"
+    axis = "step" if len(distinct(stepped, "step")) > 1 and len(distinct(stepped, "stage")) == 1 else "checkpoint"
     mine = stepped if axis == "step" else blocks
-    if all(len(_checkpoints(mine.filter(pc.field("model") == model))) < 2 for model in _distinct(mine, "model")):
+    if all(len(checkpoints_of(mine.filter(pc.field("model") == model))) < 2 for model in distinct(mine, "model")):
         return
-    losses = table.filter((pc.field("metric") == "loss") & _among("key", _distinct(mine, "key")))
+    losses = table.filter((pc.field("metric") == "loss") & among("key", distinct(mine, "key")))
     yield Plan(
         name=f"dynamics-{metric}{end}",
         section="dynamics",
@@ -289,7 +299,7 @@ def _dynamics(
     )
 
 
-def _training(blocks: pa.Table, rows: "_Chosen", model: str, metric: str, population: str, end: str) -> Iterator[Plan]:
+def _training(blocks: pa.Table, rows: Chosen, model: str, metric: str, population: str, end: str) -> Iterator[Plan]:
     yield Plan(
         name=f"steps-{metric}-{model}{end}",
         section="dynamics",
@@ -313,74 +323,3 @@ def _training(blocks: pa.Table, rows: "_Chosen", model: str, metric: str, popula
         draw=training.draw_heatmap,
         caption=rows.counted(captions.heatmap_caption),
     )
-
-
-_CHECKPOINT = ("model", "stage", "step", "revision")
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Chosen:
-    """Rows of one unit a checkpoint, and how many units were passed over."""
-
-    table: pa.Table
-    others: int
-
-    def counted(self, caption: Callable[[pa.Table], str]) -> Callable[[pa.Table], str]:
-        """The caption, and a word on units that are not shown."""
-        if not self.others:
-            return caption
-        units = f"{self.others} unit{'s' if self.others > 1 else ''}"
-        return lambda data: (
-            f"{caption(data)} Not shown: {units} of the same checkpoints under other settings or versions."
-        )
-
-
-def _one_setting(rows: pa.Table) -> _Chosen:
-    """Of each checkpoint the unit with the latest version of the metric and most points; of equals the first key."""
-    sums = rows.group_by([*_CHECKPOINT, "key"]).aggregate([("points", "sum"), ("metric_version", "max")]).to_pylist()
-    latest = max((unit["metric_version_max"] for unit in sums), default=0)
-    best: dict[tuple[Any, ...], tuple[int, str]] = {}
-    for unit in sorted(sums, key=lambda unit: unit["key"]):
-        checkpoint = tuple(unit[name] for name in _CHECKPOINT)
-        if unit["metric_version_max"] == latest and unit["points_sum"] > best.get(checkpoint, (-1, ""))[0]:
-            best[checkpoint] = unit["points_sum"], unit["key"]
-    keys = {key for _, key in best.values()}
-    chosen = rows.filter(_among("key", list(keys)))
-    return _Chosen(table=chosen, others=len({unit["key"] for unit in sums} - keys))
-
-
-def _checkpoints(rows: pa.Table) -> list[dict[str, Any]]:
-    return rows.group_by(list(_CHECKPOINT)).aggregate([]).to_pylist()
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Group:
-    names: dict[str, Any]
-    table: pa.Table
-
-
-def _groups(rows: pa.Table, *names: str) -> Iterator[_Group]:
-    """Rows that share these columns, in the order in which they come."""
-    for found in rows.group_by(list(names), use_threads=False).aggregate([]).to_pylist():
-        mask = pc.scalar(True)
-        for name, value in found.items():
-            mask = mask & (pc.field(name).is_null() if value is None else pc.field(name) == value)
-        yield _Group(names=found, table=rows.filter(mask))
-
-
-def _among(column: str, names: Iterable[Any]) -> Any:
-    # Arrow would not know the type of no names.
-    return pc.field(column).isin(pa.array(list(names), SCHEMA.field(column).type))
-
-
-def _distinct(table: pa.Table, column: str) -> list[Any]:
-    return table[column].unique().to_pylist()
-
-
-def _ordered(populations: Iterable[str]) -> list[str]:
-    places = {name: place for place, name in enumerate(("all", "typical", "types", "matched", "content"))}
-    return sorted(populations, key=lambda name: (places.get(name, len(places)), name))
-
-
-def _chunks(names: Sequence[Any], size: int) -> list[list[Any]]:
-    return [list(names[start : start + size]) for start in range(0, len(names), size)]

@@ -36,6 +36,10 @@ _ADDED = {
     "exponent": pa.float64(),
     "quantity": pa.string(),
     "significant": pa.int64(),
+    "first": pa.string(),
+    "other": pa.string(),
+    "first_value": pa.float64(),
+    "other_value": pa.float64(),
 }
 # One number of a run, and what may set two of them apart.
 _NUMBER = ("model", "revision", "stage", "step", "stack", "corpus", "population", "metric", "site")

@@ -3,7 +3,7 @@
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pyarrow as pa
@@ -31,6 +31,8 @@ class Comparison:
     """What differs between the runs as a whole: `corpus: pydoc and enwik8`."""
     rows: pa.Table
     """A row for each number that both have: identity, value and spread of both, difference, paired spread."""
+    figures: tuple[Any, ...] = ()
+    """`figures.Figure` of the difference, of what both have at the same blocks."""
 
     def summary(self) -> list[dict[str, Any]]:
         """A row for each metric and population: means over the places both have, and where they differ most."""
@@ -58,9 +60,16 @@ class Comparison:
         return summaries
 
 
-def compare(runs: Sequence[Run]) -> list[Comparison]:
-    """Each later run against the first."""
-    return [_compare(runs[0], other) for other in runs[1:]]
+def compare(runs: Sequence[Run], *, drawn: bool = False) -> list[Comparison]:
+    """Each later run against the first; `drawn` with figures."""
+    found = [_compare(runs[0], other) for other in runs[1:]]
+    return [_with_figures(one, runs[0], other) for one, other in zip(found, runs[1:], strict=True)] if drawn else found
+
+
+def _with_figures(found: Comparison, one: Run, other: Run) -> Comparison:
+    from anisoscope.figures import contrast
+
+    return replace(found, figures=tuple(contrast(one.table, other.table, names=(one.name, other.name))))
 
 
 def _compare(one: Run, other: Run) -> Comparison:

@@ -1,8 +1,9 @@
 """A report as a file: the page, its figures as pictures, its table as CSV or Parquet."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 
@@ -57,12 +58,20 @@ def _write_pictures(report: Report, folder: Path, how: str) -> Written:
     from anisoscope.figures import save
 
     count, failed = 0, []
+    for name, figure in _named_figures(report):
+        try:
+            save(figure.draw(), folder / f"{plain_name(name)}.{how}")
+            count += 1
+        except Exception as error:  # one broken figure must not take the others down
+            failed.append(f"{figure.name}: {error}")
+    return Written(report=report, path=folder, count=count, failed=tuple(failed))
+
+
+def _named_figures(report: Report) -> Iterator[tuple[str, Any]]:
+    """Every figure with the name of its file: of several runs, each under the name of its own, then the differences."""
     for shown in report.runs:
         for figure in shown.figures:
-            name = plain_name(f"{shown.run.name}-{figure.name}" if len(report.runs) > 1 else figure.name)
-            try:
-                save(figure.draw(), folder / f"{name}.{how}")
-                count += 1
-            except Exception as error:  # one broken figure must not take the others down
-                failed.append(f"{figure.name}: {error}")
-    return Written(report=report, path=folder, count=count, failed=tuple(failed))
+            yield f"{shown.run.name}-{figure.name}" if len(report.runs) > 1 else figure.name, figure
+    for one in report.comparisons:
+        for figure in one.figures:
+            yield f"{one.other}-less-{one.first}-{figure.name}", figure

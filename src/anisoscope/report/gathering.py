@@ -83,7 +83,7 @@ def gather(folders: Sequence[Path], *, seed: int = 0, drawn: bool = True, state:
         verdicts=verdicts,
         methods=tuple(methods_of(sorted(set(table["metric"].to_pylist())))),
         populations=_populations(table),
-        comparisons=tuple(compare(runs)) if len(runs) > 1 else (),
+        comparisons=tuple(compare(runs, drawn=drawn)) if len(runs) > 1 else (),
         state=state,
     )
 

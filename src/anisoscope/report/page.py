@@ -65,6 +65,12 @@ def content_policy(scripts: Iterable[str], *, live: bool) -> str:
 def _sections(report: Report, shelf: Shelf, charts: list[dict[str, Any]]) -> dict[str, list[list[dict[str, Any]]]]:
     """Figures by section; those of several runs that show the same stand beside one another."""
     sections: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    for number, one in enumerate(report.comparisons):
+        for figure in one.figures:
+            entry = {**_entry(figure, f"difference-{number + 1}-{plain_name(figure.name)}", shelf, charts), "run": ""}
+            # Over depth and over training beside one another.
+            metric = figure.name.rsplit("-over-", 1)[0]
+            sections.setdefault(figure.section, {}).setdefault(f"{number} {metric}", []).append(entry)
     for number, shown in enumerate(report.runs):
         # The page has the verdicts as sentences; their figure is for papers.
         for figure in (one for one in shown.figures if one.section != "verdicts"):
