@@ -278,6 +278,10 @@ def test_doctor_shows_what_is_installed_and_proves_a_models_sites(saved_models: 
 def test_version_and_help() -> None:
     assert call("--version").stdout.startswith("anisoscope ")
     assert "--owners" in call("measure", "--help").stdout
+    for command in app.registered_commands:
+        assert command.callback
+        name = command.name or command.callback.__name__
+        assert f"Example: anisoscope {name} " in (command.callback.__doc__ or ""), name
 
 
 def test_a_profile_line_starts_at_zero() -> None:

@@ -19,7 +19,10 @@ def list_things(
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """List what there is: metrics, models, corpora, protocols, or the checkpoints of a MODEL."""
+    """List what there is: metrics, models, corpora, protocols, or the checkpoints of a MODEL.
+
+    Example: anisoscope ls checkpoints pocket-decoder
+    """
     with reporting(debug):
         from anisoscope import listings
 
@@ -38,7 +41,10 @@ def status(
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Say which units of a run are done, running, failed and waiting, and how long the rest will take."""
+    """Say which units of a run are done, running, failed and waiting, and how long the rest will take.
+
+    Example: anisoscope status runs/sweep
+    """
     with reporting(debug):
         from anisoscope.listings import print_status
         from anisoscope.status import survey
@@ -110,7 +116,10 @@ def doctor(
     allow_pickle: Annotated[bool, typer.Option("--allow-pickle", help="Load pickled weights.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Show what is installed here; with MODEL, where its sites are, and prove it."""
+    """Show what is installed here; with MODEL, where its sites are, and prove it.
+
+    Example: anisoscope doctor pocket-decoder
+    """
     with reporting(debug):
         from anisoscope import listings
 
