@@ -275,6 +275,16 @@ def test_doctor_shows_what_is_installed_and_proves_a_models_sites(saved_models: 
     assert "transformer.h.0.ln_1" in wrong.stderr
 
 
+def test_without_torch_what_measures_says_so() -> None:
+    hidden = (
+        "import sys; sys.modules['torch'] = None; sys.argv[1:] = ['ls', 'metrics']\n"
+        "from anisoscope.cli import main; main()"
+    )
+    done = subprocess.run([sys.executable, "-c", hidden], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr == "error: this needs torch, which is not installed here: pip install torch\n"
+
+
 def test_version_and_help() -> None:
     assert call("--version").stdout.startswith("anisoscope ")
     assert "--owners" in call("measure", "--help").stdout

@@ -52,6 +52,8 @@ def sentence(error: BaseException) -> str:
     """An error for people."""
     if isinstance(error, AnisoscopeError):
         return f"error: {error}"
+    if isinstance(error, ModuleNotFoundError) and error.name in ("torch", "transformers"):
+        return f"error: this needs {error.name}, which is not installed here: pip install {error.name}"
     return f"unexpected error: {type(error).__name__}: {error} (--debug shows where)"
 
 
