@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,15 +19,27 @@ SCATTERED = {
 }
 
 
-# Before xdist reads the groups.
-@pytest.hookimpl(tryfirst=True)
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """A file's tests stay in one worker, which builds their fixtures once.
+
+    Not by marks: pytest-xdist 3.8 writes groups into a field that pytest 9.2 does not read.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return nodeid if Path(file).stem in SCATTERED else file
+
+    return ByFile(config, log) if config.getvalue("dist") == "loadgroup" else None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A slow mark needs a reason; a file's tests stay in one worker, which builds their fixtures once."""
+    """A slow mark needs a reason."""
     for item in items:
         for mark in item.iter_markers("slow"):
             assert mark.kwargs.get("reason"), f"{item.nodeid} is marked slow without a reason"
-        if item.path.stem not in SCATTERED and item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
 
 
 @pytest.fixture(autouse=True)

@@ -572,20 +572,20 @@ def test_an_exception_of_the_training_passes_and_nothing_is_left(watch: Any) -> 
 def test_memory_stays_flat_over_a_thousand_steps(watch: Any, corpus_file: Path) -> None:
     spec = spec_for(corpus_file, tokens=32, batch_points=16, metrics=("leading_variance",), sites=("embed", "block.0"))
     sizes = {}
-    with watch(spec=spec, when=every(5), sinks=["jsonl"])(make_model(), None) as scope:
+    with watch(spec=spec, when=every(10), sinks=["jsonl"])(make_model(), None) as scope:
         for step in range(1001):
             scope.step(step)
             if step in (500, 1000):
                 gc.collect()
                 tensors = sum(issubclass(type(item), Tensor) for item in gc.get_objects())
                 sizes[step] = tensors, sys.getallocatedblocks()
-    assert scope.summary["measured"] == 201
+    assert scope.summary["measured"] == 101
     assert sizes[1000][0] == sizes[500][0]
-    grown = (sizes[1000][1] - sizes[500][1]) / 100
+    grown = (sizes[1000][1] - sizes[500][1]) / 50
     keys = sorted(scope.store.keys())
     before = sys.getallocatedblocks()
-    kept = [scope.store.get(key) for key in keys[:100]]
+    kept = [scope.store.get(key) for key in keys[:50]]
     # What is left of a measurement is far less than its unit would be.
     assert grown < 0.05 * (sys.getallocatedblocks() - before) / len(kept)
     lines = (Path(scope.store.folder) / "geometry.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == list(range(0, 1001, 5))
+    assert [json.loads(line)["step"] for line in lines] == list(range(0, 1001, 10))

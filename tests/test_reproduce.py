@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from hub import Hub
+from shell import Shell
 from typer.testing import CliRunner
 
 from anisoscope.cli import app
@@ -305,41 +304,36 @@ def hub(tiny: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iter
         yield hub
 
 
-# Loading torch and transformers takes longer than the tiny models do: one process serves all papers.
-DRIVER = """
-import json, sys
-from typer.testing import CliRunner
-from anisoscope.cli import app
-for command in json.loads(sys.argv[1]):
-    done = CliRunner().invoke(app, command)
-    print(json.dumps({"code": done.exit_code, "stdout": done.stdout, "stderr": done.stderr}))
-"""
-
-
-def run_commands(hub: Hub, home: Path, *commands: list[str]) -> list[dict[str, Any]]:
-    environment = {**os.environ, **hub.environment(home / "home"), "ANISOSCOPE_SCRATCH": str(home / "scratch")}
-    started = [sys.executable, "-c", DRIVER, json.dumps(commands)]
-    done = subprocess.run(started, env=environment, capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
+def variables(hub: Hub, home: Path) -> dict[str, str]:
+    return {**os.environ, **hub.environment(home / "home"), "ANISOSCOPE_SCRATCH": str(home / "scratch")}
 
 
 @pytest.fixture(scope="module")
-def reproduced(hub: Hub, corpus_file: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("papers")
+
+
+@pytest.fixture(scope="module")
+def shell(hub: Hub, home: Path) -> Iterator[Shell]:
+    with Shell(variables(hub, home)) as shell:
+        yield shell
+
+
+@pytest.fixture(scope="module")
+def reproduced(shell: Shell, home: Path, corpus_file: Path) -> dict[str, Any]:
     """Every paper at its own size, and the last one a second time."""
-    home = tmp_path_factory.mktemp("papers")
     flags = ["--size", "paper", "--corpus", str(corpus_file), *SMALL]
-    commands = [["reproduce", paper, *flags, "-o", str(home / paper)] for paper in (*PAPERS, "bernas2026")]
-    return home, dict(zip((*PAPERS, "again"), run_commands(hub, home, *commands), strict=True))
+    asked = {**{paper: paper for paper in PAPERS}, "again": "bernas2026"}
+    return {name: shell.run("reproduce", paper, *flags, "-o", str(home / paper)) for name, paper in asked.items()}
 
 
 @pytest.mark.parametrize("paper", PAPERS)
-def test_a_paper_is_measured_from_the_hub(paper: str, reproduced: tuple[Path, dict[str, Any]]) -> None:
-    home, done = reproduced
+def test_a_paper_is_measured_from_the_hub(paper: str, reproduced: dict[str, Any], home: Path) -> None:
+    done = reproduced[paper]
     # Models that this hub lacks are named, and the rest is measured.
-    assert done[paper]["code"] == 3, done[paper]["stderr"]
-    assert "not measured: " in done[paper]["stderr"]
-    outcomes = json.loads(done[paper]["stdout"])
+    assert done.returncode == 3, done.stderr
+    assert "not measured: " in done.stderr
+    outcomes = json.loads(done.stdout)
     assert {one["claim"] for one in outcomes} == {claim.name for claim in find_paper(paper).claims}
     store = Store(home / paper)
     assert not store.failures()
@@ -348,10 +342,9 @@ def test_a_paper_is_measured_from_the_hub(paper: str, reproduced: tuple[Path, di
     assert not list((home / "scratch").rglob("*.safetensors"))
 
 
-def test_the_same_command_goes_on_where_it_ended(hub: Hub, reproduced: tuple[Path, dict[str, Any]]) -> None:
-    home, done = reproduced
-    assert "\n0 units measured" in done["again"]["stderr"]
-    assert json.loads(done["again"]["stdout"]) == json.loads(done["bernas2026"]["stdout"])
+def test_the_same_command_goes_on_where_it_ended(hub: Hub, reproduced: dict[str, Any], home: Path) -> None:
+    assert "\n0 units measured" in reproduced["again"].stderr
+    assert json.loads(reproduced["again"].stdout) == json.loads(reproduced["bernas2026"].stdout)
     smollm = len(hub.downloads("*HuggingFaceTB/*.safetensors"))
     # Once for the checkpoint, once more where its gradients are held against earlier proxies.
     assert 2 <= smollm <= 3
@@ -359,11 +352,10 @@ def test_the_same_command_goes_on_where_it_ended(hub: Hub, reproduced: tuple[Pat
     assert "mean=in;fit=rolling" in Store(home / "bernas2026").table()["variant"].to_pylist()
 
 
-def test_a_dry_run_lists_models_revisions_and_bytes(hub: Hub, tmp_path: Path) -> None:
+def test_a_dry_run_lists_models_revisions_and_bytes(hub: Hub, shell: Shell, tmp_path: Path) -> None:
     command = ["reproduce", "machina2024", "--size", "paper", "--dry-run"]
     before = len(hub.downloads("*.safetensors"))
-    (asked,) = run_commands(hub, tmp_path, [*command, "--json"])
-    listed = {(row["model"], row["revision"]): row for row in json.loads(asked["stdout"])}
+    listed = {(row["model"], row["revision"]): row for row in json.loads(shell.run(*command, "--json").stdout)}
     assert listed["EleutherAI/pythia-70m", "step7000"]["bytes"] > 10_000
     assert listed["tiiuae/falcon-7b", "main"]["bytes"] > 10_000
     missing = listed["EleutherAI/gpt-neox-20b", "main"]
@@ -372,11 +364,12 @@ def test_a_dry_run_lists_models_revisions_and_bytes(hub: Hub, tmp_path: Path) ->
     assert len(hub.downloads("*.safetensors")) == before
     hub.stop()
     try:
-        (gone,) = run_commands(hub, tmp_path, command)
+        with Shell(variables(hub, tmp_path)) as other:
+            gone = other.run(*command)
     finally:
         hub.start()
-    assert gone["code"] == 0
-    assert gone["stdout"].count("size unknown: hub not reachable") == 8 * 21 + 3
+    assert gone.returncode == 0
+    assert gone.stdout.count("size unknown: hub not reachable") == 8 * 21 + 3
 
 
 _STEPS = [f"step{step}" for step in (0, 7000, 143000)]

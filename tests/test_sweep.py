@@ -505,30 +505,28 @@ def variables(hub: Hub, home: Path) -> dict[str, str]:
     return {**os.environ, **hub.environment(home / "home"), "ANISOSCOPE_SCRATCH": str(home / "scratch")}
 
 
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Hub, Shell, Path]]:
+    """A hub, and one process that sweeps from it."""
+    home = tmp_path_factory.mktemp("fetching")
+    with Hub(home / "hub") as hub, Shell(variables(hub, home)) as shell:
+        yield hub, shell, home
+
+
+@pytest.fixture
+def series(
+    shared: tuple[Hub, Shell, Path], run_folder: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> Iterator[Series]:
+    series = Series(*shared, tmp_path, request.node.name)
+    for step in STEPS[:4]:
+        files = {path.name: path for path in (run_folder / f"checkpoint-{step}").iterdir()}
+        series.hub.add(series.name, f"step{step}", files, kind="tag" if step == 1 else "branch")
+    yield series
+    series.hub.heal()
+
+
 class TestHub:
     """Checkpoints that have to be fetched, through the normal client, from a hub on this machine."""
-
-    @pytest.fixture(scope="class")
-    def shared(self, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Hub, Shell, Path]]:
-        """A hub, and one process that sweeps from it."""
-        home = tmp_path_factory.mktemp("fetching")
-        with Hub(home / "hub") as hub, Shell(variables(hub, home)) as shell:
-            yield hub, shell, home
-
-    @pytest.fixture
-    def series(
-        self,
-        shared: tuple[Hub, Shell, Path],
-        run_folder: Path,
-        tmp_path: Path,
-        request: pytest.FixtureRequest,
-    ) -> Iterator[Series]:
-        series = Series(*shared, tmp_path, str(abs(hash(request.node.name))))
-        for step in STEPS[:4]:
-            files = {path.name: path for path in (run_folder / f"checkpoint-{step}").iterdir()}
-            series.hub.add(series.name, f"step{step}", files, kind="tag" if step == 1 else "branch")
-        yield series
-        series.hub.heal()
 
     def test_a_hub_series_is_fetched_measured_and_deleted(
         self, series: Series, corpus_file: Path, undisturbed: pa.Table

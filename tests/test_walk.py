@@ -356,17 +356,21 @@ def test_an_encoder_decoder_has_two_stacks_and_shifted_decoder_tokens(decoder: M
     assert loss.note == "the model has no language-model head"
 
 
-def test_memory_does_not_grow_with_the_tokens(saved_models: dict[str, Path]) -> None:
+def test_memory_does_not_grow_with_the_tokens(saved_models: dict[str, Path], corpus_file: Path, tmp_path: Path) -> None:
     code = """
 import resource, sys
 import anisoscope as an
-for tokens in sys.argv[2:]:
-    spec = an.Spec(model=sys.argv[1], tokens=int(tokens), seq_len=128, metrics=("mean_cosine",))
+for tokens in sys.argv[3:]:
+    spec = an.Spec(
+        model=sys.argv[1], corpus=sys.argv[2], tokens=int(tokens), seq_len=128, metrics=("mean_cosine",)
+    )
     an.measure(spec, progress=False)
     print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 """
-    # Two pools, and then six by the same process: keeping the states of four more would add 270 MB to about 660.
-    command = [sys.executable, "-c", code, str(saved_models["decoder"]), "32768", "98304"]
+    text = tmp_path / "text.txt"
+    text.write_text("\n\n".join(path.read_text() for path in sorted(corpus_file.iterdir())) * 4)
+    # Two pools, and then six by the same process: keeping the states of four more would add 270 MB to about 650.
+    command = [sys.executable, "-c", code, str(saved_models["decoder"]), str(text), "32768", "98304"]
     told = subprocess.run(command, capture_output=True, check=True, text=True).stdout
     first, peak = (int(line) for line in told.splitlines())
     assert peak < 1.1 * first

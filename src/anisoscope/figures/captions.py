@@ -162,7 +162,7 @@ def _with_frequency(rows: Iterable[Row]) -> str:
             ranks = [np.unique(values, return_inverse=True, return_counts=True)[1:] for values in pairs.T]
             # Equal numbers share the mean of their ranks.
             places = [(counts.cumsum() - (counts - 1) / 2)[inverse] for inverse, counts in ranks]
-            said.append(f"{say(float(np.corrcoef(*places)[0, 1]))} {name}")
+            said.append(f"{say(np.corrcoef(np.stack(places)).flat[1])} {name}")
     if not said:
         return ""
     return f" Places along it and log frequencies of tokens have rank correlations {' and '.join(said)}."

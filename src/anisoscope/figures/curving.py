@@ -128,7 +128,7 @@ def draw_curvature(data: pa.Table) -> Chart:
     alt = import_altair()
     rows = data.to_pylist()
     sites = list(dict.fromkeys(row["site"] for row in sorted(rows, key=lambda row: row["depth"] or 0.0)))
-    scheme = alt.Scale(domain=sites, scheme=alt.SchemeParams("viridis", extent=[0.0, 0.9]))
+    scheme = {"domain": sites, "scheme": alt.SchemeParams("viridis", extent=[0.0, 0.9])}
     colour = alt.Color("site:O", scale=scheme, sort=sites, legend=legend(sites))
     shown = ("model", "site", "population", "exponent", "value", "low", "high", "points")
     values = sorted({row["exponent"] for row in rows})
@@ -140,10 +140,10 @@ def draw_curvature(data: pa.Table) -> Chart:
         for row in chart_rows(rows, shown)
     ]
     base = alt.Chart(inline(drawn))
-    axis = alt.Axis(values=values, title="sampling exponent", format=".3~f")
-    x = alt.X("beside:Q", scale=alt.Scale(padding=16, nice=False, zero=False), axis=axis)
-    scale = alt.Scale(zero=True)
-    y = alt.Y("value:Q", title="curvature_visibility", scale=scale, axis=alt.Axis(tickCount=5))
+    axis = {"values": values, "title": "sampling exponent", "format": ".3~f"}
+    x = alt.X("beside:Q", scale={"padding": 16, "nice": False, "zero": False}, axis=axis)
+    scale = {"zero": True}
+    y = alt.Y("value:Q", title="curvature_visibility", scale=scale, axis={"tickCount": 5})
     mean = alt.Y("mean(value):Q", title="curvature_visibility")
     line = base.mark_line(strokeWidth=1.4).encode(x=x, y=mean, color=colour)
     dots = base.mark_point(filled=True, size=36, opacity=1).encode(x=x, y=y, color=colour, tooltip=tooltip(*shown))
@@ -162,16 +162,14 @@ def draw_concepts(data: pa.Table) -> Chart:
     tops = {row["place"]: row["top_tokens"] or "" for row in rows}
     labels = {place: f"{place + 1}: {tops[place][:28]}" for place in named}
     shown = ("series", "track", "label", "share_of_energy", "cosine", "top_tokens")
-    colour = alt.Color(
-        "series:N", scale=alt.Scale(domain=list(labels.values())), legend=legend(labels.values(), "concept")
-    )
+    colour = alt.Color("series:N", scale={"domain": list(labels.values())}, legend=legend(labels.values(), "concept"))
     x, panels = step_axis(rows, "step"), []
     for name, title in (("share_of_energy", "share of energy"), ("cosine", "cosine with the step before")):
         drawn = [
             {**short, "series": labels.get(short["place"], "other")}
             for short in chart_rows(rows, (*shown[1:], "position", "place"), need=name)
         ]
-        y = alt.Y(f"{name}:Q", title=title, scale=alt.Scale(zero=name != "cosine"), axis=alt.Axis(tickCount=5))
+        y = alt.Y(f"{name}:Q", title=title, scale={"zero": name != "cosine"}, axis={"tickCount": 5})
         layers = []
         for base, ink in (
             ([row for row in drawn if row["place"] not in labels], alt.value(GREY)),

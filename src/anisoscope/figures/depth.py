@@ -123,7 +123,7 @@ def draw_profile(data: pa.Table) -> Chart:
     rows = name_series(data.to_pylist())
     drawn = chart_rows(rows, (*_SHOWN, "low", "high", "kind", *with_suspects(rows)))
     names, panels, kinds = (list(dict.fromkeys(row[name] for row in rows)) for name in ("series", "population", "kind"))
-    colour = alt.Color("series:N", scale=alt.Scale(domain=names), legend=legend(names))
+    colour = alt.Color("series:N", scale={"domain": names}, legend=legend(names))
     shape = alt.Shape("kind:N", scale=_shapes(kinds), legend=legend(kinds) if len(kinds) > 1 else None)
     metric = rows[0]["metric"]
     layers = band_and_line(drawn, depth_axis(), metric, colour=colour, shown=_SHOWN, shape=shape)
@@ -140,10 +140,10 @@ def draw_populations(data: pa.Table) -> Chart:
     rows = name_series(data.to_pylist(), "population")
     drawn = chart_rows(rows, (*_SHOWN, "low", "high", *with_suspects(rows)))
     names = list(dict.fromkeys(row["series"] for row in rows))
-    colour = alt.Color("series:N", scale=alt.Scale(domain=names), legend=legend(names, "population"))
+    colour = alt.Color("series:N", scale={"domain": names}, legend=legend(names, "population"))
     stacks = list(dict.fromkeys(row["stack"] for row in rows))
     metric = rows[0]["metric"]
-    shape = alt.Shape("series:N", scale=alt.Scale(domain=names), legend=legend(names, "population"))
+    shape = alt.Shape("series:N", scale={"domain": names}, legend=legend(names, "population"))
     layers = band_and_line(drawn, depth_axis(), metric, colour=colour, shown=_SHOWN, shape=shape, names=names)
     chart = layers.properties(width=WIDE, height=HIGH)
     title = f"{metric} at the blocks, {named('population', names)}"
@@ -157,7 +157,7 @@ def draw_steps(data: pa.Table) -> Chart:
     shown = ("label", "site", "depth", "value", "spread", "null", "points", "stage")
     drawn = chart_rows(rows, (*shown, "series", "low", "high", *with_suspects(rows)))
     labels = list(dict.fromkeys(row["series"] for row in sorted(rows, key=lambda row: row["checkpoint"])))
-    scheme = alt.Scale(domain=labels, scheme=alt.SchemeParams("viridis", extent=[0.0, 0.9]))
+    scheme = {"domain": labels, "scheme": alt.SchemeParams("viridis", extent=[0.0, 0.9])}
     colour = alt.Color("series:O", scale=scheme, sort=labels, legend=legend(labels, "training step"))
     metric, population = rows[0]["metric"], rows[0]["population"]
     layers = band_and_line(drawn, depth_axis(), metric, colour=colour, shown=shown)
@@ -165,9 +165,9 @@ def draw_steps(data: pa.Table) -> Chart:
     return titled(layers.properties(width=WIDE, height=HIGH), title, subtitle(data), _null_said(drawn))
 
 
-def _shapes(kinds: Sequence[str]) -> Any:
+def _shapes(kinds: Sequence[str]) -> dict[str, Any]:
     shapes = {"decoder": "circle", "encoder": "square", "encoder-decoder": "diamond"}
-    return import_altair().Scale(domain=list(kinds), range=[shapes.get(kind, "cross") for kind in kinds])
+    return {"domain": list(kinds), "range": [shapes.get(kind, "cross") for kind in kinds]}
 
 
 def _null_said(rows: Sequence[dict[str, Any]]) -> str | None:

@@ -68,8 +68,7 @@ def difference_data(
 
     value   other - first. Over depth at the last checkpoint that both have, or where they have none in common at the
             last of each; over training of the means over the blocks, at every checkpoint that both have
-    spread  standard deviation over batches of the difference in a batch, where both have as many batches; else the root
-            of the sum of both spreads' squares; NaN where one has none
+    spread  standard deviation over batches of the difference in a batch, where both saw the same batches; else NaN
     null    other's null - first's: not zero where points or dimensions differ in number
 
     Rows are those of the same model, corpus, stack and population, at the same depths; a run's only model or corpus is
@@ -132,9 +131,7 @@ def _over_depth(one: Sequence[Row], two: Sequence[Row]) -> Iterator[Row]:
     shared = [place for place in after if place in before]
     here, there = (places[shared[-1] if shared else list(places)[-1]] for places in (before, after))
     if _same_depths(here, there):
-        yield from (
-            {**row, **_less(twin, row, twin["values"], row["values"])} for twin, row in zip(here, there, strict=True)
-        )
+        yield from ({**row, **_less(twin, row)} for twin, row in zip(here, there, strict=True))
 
 
 def _over_training(one: Sequence[Row], two: Sequence[Row]) -> Iterator[Row]:
@@ -145,28 +142,27 @@ def _over_training(one: Sequence[Row], two: Sequence[Row]) -> Iterator[Row]:
             continue
         # A block counts where both have a number.
         both = [pair for pair in zip(here, there, strict=True) if not math.isnan(pair[0]["value"] + pair[1]["value"])]
-        means = [_mean_row([pair[side] for pair in both]) for side in (0, 1)]
-        values = [mean.pop("values") for mean in means]
-        yield {**there[0], **_less(*means, *values), "blocks": len(both)}
+        one_mean, two_mean = (_mean_row([pair[side] for pair in both]) for side in (0, 1))
+        yield {**there[0], **_less(one_mean, two_mean), "blocks": len(both)}
 
 
 def _mean_row(blocks: Sequence[Row]) -> Row:
     """The means over blocks of values and nulls, and of the values of every batch."""
     counts = {len(row["values"]) for row in blocks}
     values = np.mean([row["values"] for row in blocks], axis=0, dtype=float).tolist() if len(counts) == 1 else []
-    spread = float(np.std(values, ddof=1)) if len(values) > 1 else math.nan
     means = {name: mean_of([row[name] for row in blocks]) for name in ("value", "null")}
-    return {**means, "spread": spread, "values": values}
+    points = sum(row["points"] for row in blocks)
+    return {**means, "values": values, "points": points, "corpus": blocks[0]["corpus"] if blocks else None}
 
 
-def _less(one: Row, two: Row, before: Sequence[float], after: Sequence[float]) -> Row:
+def _less(one: Row, two: Row) -> Row:
     """The second less the first, and how that moves from batch to batch."""
-    if len(before) == len(after):
+    before, after, spread = one["values"], two["values"], math.nan
+    # As many points in as many batches of the same text are the same tokens.
+    if len(before) == len(after) and one["points"] == two["points"] and one["corpus"] == two["corpus"]:
         changes = np.subtract(after, before, dtype=float)
         changes = changes[np.isfinite(changes)]
         spread = float(changes.std(ddof=1)) if changes.size > 1 else math.nan
-    else:
-        spread = math.hypot(one["spread"], two["spread"])
     return {
         "value": two["value"] - one["value"],
         "spread": spread,
@@ -193,7 +189,7 @@ def draw_difference(data: pa.Table, *, axis: str = "depth") -> Chart:
     moved = chance > _SEEN * far
     drawn = drawn if moved else [{**row, "null": None} for row in drawn]
     names, panels = (list(dict.fromkeys(row[name] for row in rows)) for name in ("series", "population"))
-    colour = alt.Color("series:N", scale=alt.Scale(domain=names), legend=legend(names) if len(names) > 1 else None)
+    colour = alt.Color("series:N", scale={"domain": names}, legend=legend(names) if len(names) > 1 else None)
     x = depth_axis() if axis == "depth" else step_axis(rows, axis)
     metric = rows[0]["metric"]
     tips = [name for name in shown if name != "position"]

@@ -117,11 +117,11 @@ def draw_scales(data: pa.Table) -> Chart:
     rows = name_series(data.to_pylist(), "site")
     drawn = chart_rows(rows, (*shown, "low", "high"))
     sites = list(dict.fromkeys(row["series"] for row in rows))
-    scheme = alt.Scale(domain=sites, scheme=alt.SchemeParams("viridis", extent=[0.0, 0.9]))
+    scheme = {"domain": sites, "scheme": alt.SchemeParams("viridis", extent=[0.0, 0.9])}
     colour = alt.Color("series:O", scale=scheme, sort=sites, legend=legend(sites))
     values = sorted({row["scale"] for row in rows})
-    axis = alt.Axis(values=values, title="scale k", format="d")
-    x = alt.X("scale:Q", scale=alt.Scale(type="log", base=2, nice=False, padding=8), axis=axis)
+    axis = {"values": values, "title": "scale k", "format": "d"}
+    x = alt.X("scale:Q", scale={"type": "log", "base": 2, "nice": False, "padding": 8}, axis=axis)
     which = list(dict.fromkeys(row["population"] for row in rows))
     chart = by_population(band_and_line(drawn, x, "dimension (gride_k)", colour=colour, shown=shown), which)
     title = f"gride at the blocks against scale, {named('population', which)}"
@@ -135,9 +135,9 @@ def draw_lengths(data: pa.Table) -> Chart:
     rows = name_series(data.to_pylist())
     drawn = chart_rows(rows, (*shown, "low", "high"))
     names = list(dict.fromkeys(row["series"] for row in rows))
-    colour = alt.Color("series:N", scale=alt.Scale(domain=names), legend=legend(names))
-    axis = alt.Axis(values=sorted({row["seq_len"] for row in rows}), title="window length (tokens)", format="d")
-    x = alt.X("seq_len:Q", scale=alt.Scale(type="log", base=2, nice=False, padding=8), axis=axis)
+    colour = alt.Color("series:N", scale={"domain": names}, legend=legend(names))
+    axis = {"values": sorted({row["seq_len"] for row in rows}), "title": "window length (tokens)", "format": "d"}
+    x = alt.X("seq_len:Q", scale={"type": "log", "base": 2, "nice": False, "padding": 8}, axis=axis)
     metric = rows[0]["metric"]
     which = list(dict.fromkeys(row["population"] for row in rows))
     chart = by_population(band_and_line(drawn, x, metric, colour=colour, shown=shown), which)

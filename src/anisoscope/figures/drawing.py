@@ -1,5 +1,6 @@
 """What all figures share: the theme, titles, panels with bands and nulls, axes of steps, and files."""
 
+import functools
 import json
 import math
 import textwrap
@@ -11,6 +12,9 @@ import pyarrow as pa
 
 from anisoscope.errors import AnisoscopeError, SpecError
 from anisoscope.figures.rows import Row, listed
+
+# Axes, scales and legends are plain dicts: Altair copies a chart whenever it becomes part of another, and its own
+# objects for them carry every option that was not set along. `to_dict` checks them all the same.
 
 # An Altair chart of any kind: single, layered, faceted or concatenated. Altair is loaded when something is drawn.
 Chart = Any
@@ -178,8 +182,23 @@ def _short(value: Any) -> Any:
 
 
 def inline(rows: Sequence[Row]) -> Any:
-    """Rows as data that stand in the chart."""
-    return import_altair().InlineData(values=list(rows))
+    """Rows as data that stand in the chart. Nobody may change them: all copies of the chart share them."""
+    from altair.utils.schemapi import debug_mode
+
+    # Altair checks every row against its schema when data are made; `to_dict` checks the whole again.
+    with debug_mode(False):
+        return _shared_data()(values=list(rows))
+
+
+@functools.cache
+def _shared_data() -> Any:
+    """Inline data that are not copied with the chart: Altair copies a chart whenever it is put into another."""
+
+    class SharedData(import_altair().InlineData):
+        def __deepcopy__(self, memo: Any) -> Any:
+            return self
+
+    return SharedData
 
 
 def tooltip(*names: str) -> list[Any]:
@@ -199,7 +218,9 @@ def titled(chart: Chart, title: str, *lines: str | None, width: int = _LINE) -> 
     alt = import_altair()
     below = [part for line in lines if line for part in textwrap.wrap(line, int(width * 1.2))]
     head = alt.TitleParams(text=textwrap.wrap(title, width), subtitle=below or alt.Undefined)
-    return themed(chart.properties(title=head))
+    # In place: `properties` would copy the whole chart, and nobody else has it yet.
+    chart.title, chart.config = head, theme()
+    return chart
 
 
 def subtitle(data: pa.Table, *, need: str = "value") -> str:
@@ -235,33 +256,30 @@ def name_series(rows: Iterable[Row], *names: str, also: Sequence[str] = ()) -> l
     return [{**row, "series": " ".join(str(row[name]) for name in names if row[name] is not None)} for row in rows]
 
 
-def legend(names: Iterable[str], title: str | None = None) -> Any:
+def legend(names: Iterable[str], title: str | None = None) -> dict[str, Any]:
     """A legend below, in as many columns as its names leave room for."""
-    alt = import_altair()
     longest = max((len(name) for name in names), default=1)
-    return alt.Legend(title=title, symbolStrokeWidth=0, columns=max(1, min(4, 64 // (longest + 5))))
+    return {"title": title, "symbolStrokeWidth": 0, "columns": max(1, min(4, 64 // (longest + 5)))}
 
 
-def value_scale(rows: Iterable[Row]) -> Any:
+def value_scale(rows: Iterable[Row]) -> dict[str, Any]:
     """A straight scale, or a logarithmic one where large numbers would press all others flat."""
-    alt = import_altair()
     if _goes_by_powers(_values_and_nulls(rows)):
-        return alt.Scale(type="log", nice=False, padding=6)
-    return alt.Scale(zero=False, nice=True)
+        return {"type": "log", "nice": False, "padding": 6}
+    return {"zero": False, "nice": True}
 
 
-def value_axis(rows: Iterable[Row]) -> Any:
+def value_axis(rows: Iterable[Row]) -> dict[str, Any]:
     """Ticks for `value_scale`: about five, or at 1, 2 and 5 (or 1 and 3, or 1) of every decade."""
-    alt = import_altair()
     numbers = _values_and_nulls(rows)
     if not _goes_by_powers(numbers):
-        return alt.Axis(tickCount=5)
+        return {"tickCount": 5}
     low, high = min(numbers), max(numbers)
     decades = math.log10(high / low)
     steps = (1, 2, 5) if decades < 2 else (1, 3) if decades < 3.5 else (1,)
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     ticks = [float(f"{step}e{power}") for power in powers for step in steps]
-    return alt.Axis(values=[tick for tick in ticks if low / 1.3 <= tick <= high * 1.3], format="~g")
+    return {"values": [tick for tick in ticks if low / 1.3 <= tick <= high * 1.3], "format": "~g"}
 
 
 def _values_and_nulls(rows: Iterable[Row]) -> list[float]:
@@ -291,27 +309,31 @@ def band_and_line(
     """
     alt = import_altair()
     base = alt.Chart(inline(rows))
-    scale = alt.Scale(zero=True, nice=True) if zero else value_scale(alike or rows)
-    axis = alt.Axis(tickCount=5) if zero else value_axis(alike or rows)
+    scale = {"zero": True, "nice": True} if zero else value_scale(alike or rows)
+    axis = {"tickCount": 5} if zero else value_axis(alike or rows)
     y = alt.Y("value:Q", title=y_title, scale=scale, axis=axis)
     layers = []
     if any(is_number(row["low"]) for row in rows):
         band = base.transform_filter("isValid(datum.low)").mark_area(opacity=0.16, clip=True)
-        layers.append(band.encode(x=x, y=alt.Y("low:Q", scale=scale), y2="high:Q", color=colour, detail="series:N"))
+        layers.append(
+            band.encode(
+                x=x, y=alt.Y("low:Q", scale=scale), y2=alt.Y2("high:Q"), color=colour, detail=alt.Detail("series:N")
+            )
+        )
     if any(is_number(row["null"]) for row in rows):
         null = base.transform_filter("isValid(datum.null)").mark_line(color=GREY, strokeDash=[5, 3], strokeWidth=1.2)
         grey = {"y": alt.Y("null:Q", scale=scale), "tooltip": tooltip("series", "null")}
-        layers.append(null.encode(x=x, detail="series:N", **grey))
+        layers.append(null.encode(x=x, detail=alt.Detail("series:N"), **grey))
     if zero:
         layers.append(base.mark_rule(color=GREY).encode(y=alt.YDatum(0, title=y_title, scale=scale, axis=axis)))
-    line = {"x": x, "y": y, "color": colour, "detail": "series:N", "order": x_order(x)}
+    line = {"x": x, "y": y, "color": colour, "detail": alt.Detail("series:N"), "order": x_order(x)}
     marks = {"x": x, "y": y, "color": colour, "tooltip": tooltip(*shown)}
     if shape is not None:
         marks["shape"] = shape
     if names:
         widths, sizes = ([top * 0.5**k + bottom for k in range(len(names))] for top, bottom in ((4.5, 1), (110, 18)))
-        line["strokeWidth"] = alt.StrokeWidth("series:N", scale=alt.Scale(domain=names, range=widths), legend=None)
-        marks["size"] = alt.Size("series:N", scale=alt.Scale(domain=names, range=sizes), legend=None)
+        line["strokeWidth"] = alt.StrokeWidth("series:N", scale={"domain": names, "range": widths}, legend=None)
+        marks["size"] = alt.Size("series:N", scale={"domain": names, "range": sizes}, legend=None)
     layers.append(base.mark_line(strokeWidth=1.8).encode(**line))
     layers.append(base.mark_point(filled=True, size=34, opacity=1).encode(**marks))
     if any(row.get("suspect") for row in rows):
@@ -354,8 +376,8 @@ def error_bars(rows: Sequence[Row], x: Any, colour: Any, scale: Any) -> Any:
 def depth_axis(field: str = "depth") -> Any:
     """Depth from 0 to 1."""
     alt = import_altair()
-    axis = alt.Axis(values=[0, 0.25, 0.5, 0.75, 1], format=".2~f", title="relative depth")
-    return alt.X(f"{field}:Q", axis=axis, scale=alt.Scale(domain=[0, 1.02], nice=False))
+    axis = {"values": [0, 0.25, 0.5, 0.75, 1], "format": ".2~f", "title": "relative depth"}
+    return alt.X(f"{field}:Q", axis=axis, scale={"domain": [0, 1.02], "nice": False})
 
 
 def step_axis(rows: Sequence[Row], name: str, *, labels: bool = True, fine: bool = True) -> Any:
@@ -364,9 +386,9 @@ def step_axis(rows: Sequence[Row], name: str, *, labels: bool = True, fine: bool
     places = [row["position"] for row in rows]
     low, high = min(places), max(places)
     pad = max(0.04 * (high - low), 0.05)
-    scale = alt.Scale(domain=[low - pad, high + pad], nice=False, zero=False)
+    scale = {"domain": [low - pad, high + pad], "nice": False, "zero": False}
     if name == "checkpoint":
-        axis = alt.Axis(title="checkpoint, in the order of training", format="d", tickMinStep=1, labels=labels)
+        axis = {"title": "checkpoint, in the order of training", "format": "d", "tickMinStep": 1, "labels": labels}
         return alt.X("position:Q", scale=scale, axis=axis)
     zero = next((row["position"] for row in rows if row[name] == 0), None)
     first = low if zero is None else min((place for place in places if place > zero), default=low)
@@ -374,7 +396,7 @@ def step_axis(rows: Sequence[Row], name: str, *, labels: bool = True, fine: bool
     power = "replace(format(pow(10, datum.value), '.3~s'), 'G', 'B')"
     shown = power if zero is None else f"datum.value < {zero + 1e-6:.7f} ? '0' : {power}"
     title = {"step": "training step (log)", "tokens": "training tokens (log)"}[name] if labels else None
-    axis = alt.Axis(title=title, values=sorted(ticks), labelExpr=shown, labels=labels, grid=True)
+    axis = {"title": title, "values": sorted(ticks), "labelExpr": shown, "labels": labels, "grid": True}
     return alt.X("position:Q", scale=scale, axis=axis)
 
 

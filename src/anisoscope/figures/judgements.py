@@ -72,11 +72,11 @@ def draw_verdicts(data: pa.Table) -> Chart:
     # Letters of this size are about 5.6 wide.
     widths = {name: 5.9 * max(len(head), *(len(row[name]) for row in drawn)) + 14 for name, head in columns.items()}
     base = alt.Chart(inline(drawn))
-    axis = alt.Y("place:O", axis=None, scale=alt.Scale(domain=list(range(len(drawn)))))
+    axis = alt.Y("place:O", axis=None, scale={"domain": list(range(len(drawn)))})
     shown = [alt.Tooltip("text:N", title="verdict")]
     domain = list(_SYMBOLS)
-    colour = alt.Color("verdict:N", scale=alt.Scale(domain=domain, range=list(_COLOURS.values())), legend=None)
-    shape = alt.Shape("verdict:N", scale=alt.Scale(domain=domain, range=list(_SYMBOLS.values())), legend=None)
+    colour = alt.Color("verdict:N", scale={"domain": domain, "range": list(_COLOURS.values())}, legend=None)
+    shape = alt.Shape("verdict:N", scale={"domain": domain, "range": list(_SYMBOLS.values())}, legend=None)
     symbol = base.mark_point(size=70, strokeWidth=2.2, filled=False, opacity=1).encode(
         y=axis, color=colour, shape=shape, tooltip=shown
     )

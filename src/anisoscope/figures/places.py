@@ -35,6 +35,8 @@ from anisoscope.stages import STAGES
 STAGE_METRICS = ("leading_variance", "mean_cosine", "isoscore")
 # Letters of a title over two panels, and the natural logarithm of ten.
 _TWO_PANELS, _LN_10 = 66, math.log(10)
+# Spaces and ends of lines as byte-level and other tokenizers write them, and as they are.
+_SEEN_SPACES = str.maketrans({" ": "␣", "Ġ": "␣", "▁": "␣", "\n": "⏎", "Ċ": "⏎"})
 _THROUGH = {"pre": "last block", "normed": "normed", "gained": "gained", "final": "final norm"}
 _STAGE = (*WHO, "through", "place", "site", *NUMBERS, "points")
 _OWNERS = pa.schema(
@@ -114,7 +116,7 @@ def owners_data(unit: Unit) -> pa.Table:
         first = {"owner": "first positions", "rank": 0, "label": "first positions of windows"}
         rows.append({**where, **first, "share": entry["first_position_share"]})
         for rank, token in enumerate(entry["tokens"]):
-            label = token["text"].replace(" ", "␣").replace("\n", "⏎") or "(empty)"
+            label = token["text"].translate(_SEEN_SPACES) or "(empty)"
             beside = {"share": token["share"], "position": token["position"], "document": token["document"]}
             rows.append({**where, "owner": "token", "rank": rank, "label": label, **beside})
         for rank, one in enumerate(entry["coordinates"]):
@@ -175,16 +177,16 @@ def draw_stages(data: pa.Table) -> Chart:
     alt = import_altair()
     rows = name_series(data.to_pylist(), also=("population",))
     names = list(dict.fromkeys(row["series"] for row in rows))
-    colour = alt.Color("series:N", scale=alt.Scale(domain=names), legend=legend(names))
+    colour = alt.Color("series:N", scale={"domain": names}, legend=legend(names))
     shown = ("series", "population", "through", "site", "value", "spread", "null", "points")
     order = list(_THROUGH.values())
     metrics = list(dict.fromkeys(row["metric"] for row in rows))
-    across = alt.Axis(title=None, labelAngle=-40, labelOverlap=False)
+    across = {"title": None, "labelAngle": -40, "labelOverlap": False}
     panels = []
     for metric in metrics:
         drawn = chart_rows([row for row in rows if row["metric"] == metric], (*shown, "low", "high"))
         base = alt.Chart(inline(drawn))
-        x = alt.X("through:O", sort=order, scale=alt.Scale(domain=order), axis=across)
+        x = alt.X("through:O", sort=order, scale={"domain": order}, axis=across)
         scale = value_scale(drawn)
         y = alt.Y("value:Q", title=metric, scale=scale, axis=value_axis(drawn))
         bars = base.transform_filter("isValid(datum.low)").mark_rule(strokeWidth=1.5)
@@ -216,11 +218,11 @@ def draw_owners(data: pa.Table) -> Chart:
             {**short, "place": names[row["place"]]}
             for row, short in zip(mine, chart_rows(mine, columns, need="share"), strict=True)
         ]
-        axis = alt.Axis(title=None) if number == 0 else alt.Axis(title=None, labels=False, ticks=False)
+        axis = {"title": None} if number == 0 else {"title": None, "labels": False, "ticks": False}
         y = alt.Y("place:N", sort=order, axis=axis)
         title = "share of the axis in its batch" if owner == "token" else "share of the axis"
         top = max((row["share"] for row in drawn), default=1.0)
-        x = alt.X("share:Q", title=title, scale=alt.Scale(domain=[0, min(1.6, 1.6 * top)], nice=False))
+        x = alt.X("share:Q", title=title, scale={"domain": [0, min(1.6, 1.6 * top)], "nice": False})
         base = alt.Chart(inline(drawn))
         dots = base.mark_point(filled=True, size=40, opacity=0.55, color="#0072B2" if number == 0 else "#D55E00")
         dots = dots.encode(x=x, y=y, tooltip=tooltip(*columns))
@@ -239,7 +241,8 @@ def draw_owners(data: pa.Table) -> Chart:
         panels.append(panel.properties(title=alt.TitleParams(text=heading, fontSize=11, fontWeight="normal", offset=4)))
     chart = alt.hconcat(*panels, spacing=12)
     said = "ten largest a site, the first by name · grey bar: first positions of all windows together"
-    return titled(chart, "Owners of the leading axis at each site, population all", f"{rows[0]['model']}", said)
+    title = "Owners of the leading axis at each site, population all"
+    return titled(chart, title, rows[0]["model"], said, width=_TWO_PANELS)
 
 
 def draw_embeddings(data: pa.Table) -> Chart:
@@ -257,7 +260,7 @@ def draw_embeddings(data: pa.Table) -> Chart:
                 f"{name}:Q",
                 title=f"singular vector {number}",
                 scale=_around_zero([row[name] for row in drawn]),
-                axis=alt.Axis(tickCount=5),
+                axis={"tickCount": 5},
             )
             for number, (name, kind) in enumerate((("x", alt.X), ("y", alt.Y)), 1)
         }
@@ -282,11 +285,11 @@ def draw_embeddings(data: pa.Table) -> Chart:
     return titled(chart, f"{rows[0]['site']} along its two leading singular vectors", said, hollow, width=_TWO_PANELS)
 
 
-def _around_zero(numbers: Sequence[float]) -> Any:
+def _around_zero(numbers: Sequence[float]) -> dict[str, Any]:
     """A scale that holds these numbers and zero with a little room, so that no tick stands at its very end."""
     low, high = min([0.0, *numbers]), max([0.0, *numbers])
     room = 0.06 * (high - low or 1.0)
-    return import_altair().Scale(domain=[low - room, high + room], nice=False)
+    return {"domain": [low - room, high + room], "nice": False}
 
 
 def _by_frequency(known: Sequence[float]) -> Any:
@@ -294,13 +297,13 @@ def _by_frequency(known: Sequence[float]) -> Any:
     alt = import_altair()
     low, high = min(known), max(known)
     powers = range(math.ceil(low / _LN_10), math.floor(high / _LN_10) + 1)
-    bar = alt.Legend(
-        title="token's share of the text, log scale (darkest: the rarest)",
-        values=[power * _LN_10 for power in powers],
-        labelExpr=f"'1e' + round(datum.value / {_LN_10:.6f})",
-        gradientLength=2 * NARROW,
-        titleLimit=2 * NARROW,
-    )
+    bar = {
+        "title": "token's share of the text, log scale (darkest: the rarest)",
+        "values": [power * _LN_10 for power in powers],
+        "labelExpr": f"'1e' + round(datum.value / {_LN_10:.6f})",
+        "gradientLength": 2 * NARROW,
+        "titleLimit": 2 * NARROW,
+    }
     # Not up to the lightest yellow, which a white page swallows.
-    colours = alt.Scale(scheme=alt.SchemeParams(SEQUENTIAL, extent=[0.0, 0.93]), domain=[low, high], nice=False)
+    colours = {"scheme": alt.SchemeParams(SEQUENTIAL, extent=[0.0, 0.93]), "domain": [low, high], "nice": False}
     return alt.Color("log_frequency:Q", scale=colours, legend=bar)

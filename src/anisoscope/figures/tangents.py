@@ -48,6 +48,15 @@ _ALIGNMENT = (*WHO, *_HOW, *_POINT)
 _BINS = (*WHO, *_HOW, "site", "depth", "bin", "value", "low", "high", "points")
 
 
+_CONTROLS = {
+    "haar": "random spaces",
+    "next": "the next principal directions",
+    "permuted": "windows permuted",
+    "signs": "coordinates with random signs",
+    "untrained": "the space of step 0",
+}
+
+
 def alignment_data(
     table: pa.Table,
     *,
@@ -175,10 +184,10 @@ def draw_alignment(data: pa.Table, *, axis: str = "step") -> Chart:
     alt = import_altair()
     rows = data.to_pylist()
     names = [name for name in QUANTITIES if any(row["quantity"] == name for row in rows)]
-    colour = alt.Color("quantity:N", scale=alt.Scale(domain=names), legend=legend(names))
+    colour = alt.Color("quantity:N", scale={"domain": names}, legend=legend(names))
     dash = alt.StrokeDash(
         "quantity:N",
-        scale=alt.Scale(domain=names, range=[[1, 0] if name == ENERGY else [5, 2] for name in names]),
+        scale={"domain": names, "range": [[1, 0] if name == ENERGY else [5, 2] for name in names]},
         legend=None,
     )
     shown = ("quantity", "control", "label", "value", "low", "high", "p", "significant", "blocks")
@@ -187,8 +196,10 @@ def draw_alignment(data: pa.Table, *, axis: str = "step") -> Chart:
     def panel(mine: Sequence[Row]) -> Any:
         drawn = chart_rows(mine, (*shown, "position"))
         base = alt.Chart(inline(drawn))
-        scale = alt.Scale(zero=True)
-        y = alt.Y("value:Q", title="share of gradient energy", scale=scale, axis=alt.Axis(tickCount=5))
+        ends = [row[name] for row in drawn for name in ("value", "low", "high") if is_number(row[name])]
+        # A tick at the very top would lift the heading of its panel above its neighbour's.
+        scale = {"domain": [min(0.0, *ends), 1.07 * max(0.0, *ends)], "nice": False}
+        y = alt.Y("value:Q", title="share of gradient energy", scale=scale, axis={"tickCount": 5})
         line = base.mark_line(strokeWidth=1.8).encode(x=x, y=y, color=colour, strokeDash=dash, order=x_order(x))
         dots = base.mark_point(filled=True, size=34, opacity=1).encode(x=x, y=y, color=colour, tooltip=tooltip(*shown))
         return alt.layer(error_bars(drawn, x, colour, scale), line, dots)
@@ -196,8 +207,11 @@ def draw_alignment(data: pa.Table, *, axis: str = "step") -> Chart:
     where = "at the blocks" if axis == "depth" else "mean of the blocks, as training goes on"
     head = f"tangent_energy and its controls, {where}, population {rows[0]['population']}"
     hardest = sorted({name for row in rows if row["quantity"] == HARDEST for name in row["control"].split(", ")})
-    said = f" · hardest control: {', '.join(hardest)}" if hardest else ""
-    return titled(_grid(rows, panel), head, subtitle(data), f"rank {_ranks(rows)} · {rows[0]['variant']}{said}")
+    words = [f"{name} ({_CONTROLS[name]})" if name in _CONTROLS else name for name in hardest]
+    said = f"hardest control: {', '.join(words)}" if hardest else None
+    return titled(
+        _grid(rows, panel), head, subtitle(data), f"rank {_ranks(rows)} · {rows[0]['variant']}", said, width=66
+    )
 
 
 def draw_alignment_bins(data: pa.Table) -> Chart:
@@ -205,18 +219,18 @@ def draw_alignment_bins(data: pa.Table) -> Chart:
     alt = import_altair()
     rows = data.to_pylist()
     sites = list(dict.fromkeys(row["site"] for row in sorted(rows, key=lambda row: row["depth"] or 0.0)))
-    scheme = alt.Scale(domain=sites, scheme=alt.SchemeParams("viridis", extent=[0.0, 0.9]))
+    scheme = {"domain": sites, "scheme": alt.SchemeParams("viridis", extent=[0.0, 0.9])}
     colour = alt.Color("site:O", scale=scheme, sort=sites, legend=legend(sites))
     shown = ("site", "bin", "value", "low", "high", "points")
     most = max(row["bin"] for row in rows)
-    axis = alt.Axis(title="bin of token frequency, rarest first", format="d", tickMinStep=1)
-    x = alt.X("bin:Q", scale=alt.Scale(domain=[-0.4, most + 0.4], nice=False), axis=axis)
+    axis = {"title": "bin of token frequency, rarest first", "format": "d", "tickMinStep": 1}
+    x = alt.X("bin:Q", scale={"domain": [-0.4, most + 0.4], "nice": False}, axis=axis)
 
     def panel(mine: Sequence[Row]) -> Any:
         drawn = chart_rows(mine, shown)
         base = alt.Chart(inline(drawn))
-        scale = alt.Scale(zero=False)
-        y = alt.Y("value:Q", title="tangent_energy", scale=scale, axis=alt.Axis(tickCount=5))
+        scale = {"zero": False}
+        y = alt.Y("value:Q", title="tangent_energy", scale=scale, axis={"tickCount": 5})
         line = base.mark_line(strokeWidth=1.6).encode(x=x, y=y, color=colour, order=x_order(x))
         dots = base.mark_point(filled=True, size=30, opacity=1).encode(x=x, y=y, color=colour, tooltip=tooltip(*shown))
         return alt.layer(error_bars(drawn, x, colour, scale), line, dots)

@@ -127,7 +127,7 @@ def draw_dynamics(data: pa.Table, *, axis: str = "step") -> Chart:
     rows = name_series(data.to_pylist())
     names = list(dict.fromkeys(row["series"] for row in rows))
     metric, which = rows[0]["metric"], list(dict.fromkeys(row["population"] for row in rows))
-    colour = alt.Color("series:N", scale=alt.Scale(domain=names), legend=legend(names))
+    colour = alt.Color("series:N", scale={"domain": names}, legend=legend(names))
     shown = ("series", "population", "label", "blocks", "value", "spread", "null")
     losses = _losses(rows, axis)
     panels = []
@@ -154,7 +154,7 @@ def _losses(rows: Sequence[Row], axis: str) -> list[Row]:
 
 def _loss_panel(losses: Sequence[Row], rows: Sequence[Row], x: Any, colour: Any, axis: str) -> Any:
     alt = import_altair()
-    y = alt.Y("loss:Q", title="loss (nats)", scale=alt.Scale(zero=False), axis=alt.Axis(tickCount=4))
+    y = alt.Y("loss:Q", title="loss (nats)", scale={"zero": False}, axis={"tickCount": 4})
     lines = alt.Chart(inline(losses)).mark_line(strokeWidth=1.5, point=alt.OverlayMarkDef(size=16, opacity=1))
     lines = lines.encode(x=x, y=y, color=colour, tooltip=tooltip("series", "label", "loss", "loss_spread"))
     return _break(lines, rows, x, axis).properties(width=WIDE, height=LOW, title=_panel_title("loss on the same text"))
@@ -187,18 +187,23 @@ def draw_heatmap(data: pa.Table) -> Chart:
     # As many names as have room, the first and the last among them.
     room = max(1, WIDE // (7 * max(map(len, labels.values())) + 14) - 1)
     ticks = sorted({order[round(k * (len(order) - 1) / room)] for k in range(room + 1)})
-    across = alt.Axis(
-        values=ticks, labelExpr=_lookup(labels), labelAngle=0, labelOverlap=False, title="training step", grid=False
-    )
-    up = alt.Axis(labelExpr=_lookup(sites), title=None, grid=False)
+    across = {
+        "values": ticks,
+        "labelExpr": _lookup(labels),
+        "labelAngle": 0,
+        "labelOverlap": False,
+        "title": "training step",
+        "grid": False,
+    }
+    up = {"labelExpr": _lookup(sites), "title": None, "grid": False}
     metric, population = rows[0]["metric"], rows[0]["population"]
     cells = (
         alt.Chart(inline(drawn))
         .mark_rect()
         .encode(
-            x=alt.X("checkpoint:O", axis=across, scale=alt.Scale(domain=order)),
-            y=alt.Y("place:O", axis=up, scale=alt.Scale(domain=places)),
-            color=alt.Color("value:Q", legend=alt.Legend(title=metric, gradientLength=200, tickCount=5)),
+            x=alt.X("checkpoint:O", axis=across, scale={"domain": order}),
+            y=alt.Y("place:O", axis=up, scale={"domain": places}),
+            color=alt.Color("value:Q", legend={"title": metric, "gradientLength": 200, "tickCount": 5}),
             tooltip=tooltip("label", "site", "value", "spread", "null"),
         )
     )
