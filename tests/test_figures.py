@@ -17,6 +17,7 @@ from anisoscope.errors import SpecError
 from anisoscope.figures import (
     alignment_bins_data,
     alignment_data,
+    catalogue,
     concepts_data,
     count_label,
     curvature_data,
@@ -510,18 +511,19 @@ def test_curvature_goes_by_the_exponent_that_is_stated() -> None:
         curvature_data(table_of(record()))
 
 
-def test_concepts_are_ordered_by_their_largest_share() -> None:
+def test_concepts_are_ordered_by_how_long_they_live_and_then_by_their_largest_share() -> None:
     table = pa.table(
         {
-            "step": [0, 100, 10, 100],
-            "track": [7, 7, 3, 3],
-            "cosine": [None, 0.9, None, 0.5],
-            "share_of_energy": [0.1, 0.2, 0.6, 0.1],
-            "top_tokens": ["a", "a", "b", "b"],
+            "step": [0, 100, 10, 100, 10],
+            "track": [7, 7, 3, 3, 1],
+            "cosine": [None, 0.9, None, 0.5, None],
+            "share_of_energy": [0.1, 0.2, 0.6, 0.1, 0.9],
+            "top_tokens": ["a", "a", "b", "b", "c"],
         }
     )
     data = concepts_data(table)
     assert column(data, "track", "step", "place", "position") == [
+        (1, 10, 2, 1.0),
         (3, 10, 0, 1.0),
         (3, 100, 0, 2.0),
         (7, 0, 1, 0.0),
@@ -530,6 +532,18 @@ def test_concepts_are_ordered_by_their_largest_share() -> None:
     assert set(column(concepts_data(table, most=1), "track")) == {3}
     with pytest.raises(SpecError, match="there is no cosine, top_tokens"):
         concepts_data(table.drop_columns(["cosine", "top_tokens"]))
+
+
+def test_the_life_of_concepts_is_drawn_where_units_have_them_at_several_checkpoints() -> None:
+    store = Store(RUNS / "pocket-concepts")
+    units = [store.get(key) for key in sorted(store.keys())]
+    (found,) = [one for one in catalogue(store.table(), units=units) if one.section == "concepts"]
+    assert found.name == "concepts-pocket-decoder-block.3"
+    assert set(column(found.data, "step")) <= {0, 16, 64, 256, 1024, 4096}
+    assert len(set(column(found.data, "track"))) == 40
+    assert "pocket-decoder, block.3, enwik8" in found.draw().to_dict()["title"]["subtitle"]
+    (alone,) = [[one for one in catalogue(store.table(), units=units[:1]) if one.section == "concepts"]]
+    assert alone == []
 
 
 def test_owners_and_matrices_are_read_from_a_stored_unit() -> None:

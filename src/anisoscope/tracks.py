@@ -5,17 +5,22 @@ The sign of a direction has a meaning (codes are not negative), so cosines keep 
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from fnmatch import fnmatchcase
 from typing import Any
 
 import numpy as np
 
 from anisoscope.errors import SpecError
-from anisoscope.records import without_nan
+from anisoscope.records import site_order, without_nan
+from anisoscope.revisions import training_order
 
 # Under which concepts are attached to a unit: PREFIX, stack or nothing, /, site.
 PREFIX = "concepts/"
+_ENDING = ".directions"
+# What the checkpoints of one training differ in.
+_OF_CHECKPOINTS = ("model", "revision", "weights", "step", "proxy_from")
 # What goes on as itself keeps half of its square at least, however far beyond chance less would be.
 SAME = math.sqrt(0.5)
 # Thresholds of cosines end before 1.
@@ -335,3 +340,64 @@ def read_history(
         texts=tuple(json.loads(one[f"{prefix}.texts"].tobytes().decode()) for one in checkpoints),
         tracks=follow_concepts([table.directions for table in tables], places, threshold=limits),
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attached:
+    """What a unit has attached, and of which checkpoint it is."""
+
+    model: str
+    corpus: str
+    stage: str | None
+    step: int | None
+    revision: str | None
+    settings: Mapping[str, Any]
+    """Of its Spec: what was measured otherwise is another story."""
+    arrays: Mapping[str, np.ndarray]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traced:
+    """The concepts of a model at a site."""
+
+    model: str
+    corpus: str
+    stack: str | None
+    site: str
+    revisions: tuple[str | None, ...]
+    history: ConceptHistory
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything: the last table, the tracks, and a row per track and checkpoint."""
+        names = ("model", "corpus", "stack", "site")
+        return {
+            **{name: getattr(self, name) for name in names},
+            "revisions": list(self.revisions),
+            "concepts": self.history.concepts(),
+            "tracks": self.history.lives(),
+            "rows": self.history.rows(),
+        }
+
+
+def trace_concepts(units: Iterable[Attached], site: str = "*") -> Iterator[Traced]:
+    """Every model and site (a glob) with concepts attached, its checkpoints in the order of training."""
+    trainings: dict[tuple[str, str], list[Attached]] = {}
+    for unit in units:
+        rest = {name: value for name, value in unit.settings.items() if name not in _OF_CHECKPOINTS}
+        trainings.setdefault((unit.model, json.dumps(rest, sort_keys=True, default=str)), []).append(unit)
+    for checkpoints in trainings.values():
+        checkpoints.sort(key=lambda one: training_order(one.stage, one.step, one.revision))
+        names = {name for one in checkpoints for name in one.arrays}
+        prefixes = [name.removesuffix(_ENDING) for name in names if name.startswith(PREFIX) and name.endswith(_ENDING)]
+        places = [(*prefix.removeprefix(PREFIX).partition("/")[::2], prefix) for prefix in prefixes]
+        for stack, place, prefix in sorted(places, key=lambda one: (one[0], site_order(one[1]))):
+            having = [one for one in checkpoints if f"{prefix}{_ENDING}" in one.arrays]
+            if fnmatchcase(place, site):
+                yield Traced(
+                    model=having[0].model,
+                    corpus=having[0].corpus,
+                    stack=stack or None,
+                    site=place,
+                    revisions=tuple(one.revision for one in having),
+                    history=read_history([one.arrays for one in having], [one.step for one in having], prefix),
+                )

@@ -2,8 +2,6 @@
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,34 +12,10 @@ from anisoscope.errors import SpecError
 
 if TYPE_CHECKING:
     from anisoscope.store import Store
-    from anisoscope.tracks import ConceptHistory
+    from anisoscope.tracks import Attached, Traced
 
-_OF_CHECKPOINTS = ("model", "revision", "weights", "step", "proxy_from")
 # Tokens and contexts in a printed table; JSON has them all.
 SHOWN_TOKENS, SHOWN_CONTEXTS = 6, 2
-
-
-@dataclass(frozen=True, kw_only=True)
-class Traced:
-    """The concepts of a model at a site."""
-
-    model: str
-    corpus: str
-    stack: str | None
-    site: str
-    revisions: tuple[str | None, ...]
-    history: "ConceptHistory"
-
-    def as_json(self) -> dict[str, Any]:
-        """Everything: the last table, the tracks, and a row per track and checkpoint."""
-        names = ("model", "corpus", "stack", "site")
-        return {
-            **{name: getattr(self, name) for name in names},
-            "revisions": list(self.revisions),
-            "concepts": self.history.concepts(),
-            "tracks": self.history.lives(),
-            "rows": self.history.rows(),
-        }
 
 
 @app.command()
@@ -57,7 +31,9 @@ def concepts(
     Example: anisoscope concepts runs/pythia --site block.3
     """
     with reporting(debug):
-        found = list(trace_concepts(open_run(run), site, model))
+        from anisoscope.tracks import trace_concepts
+
+        found = list(trace_concepts(_attached(open_run(run), model), site))
         if not found:
             raise SpecError(f"no concepts at {site} in {run}; measure with --metrics concepts")
         if as_json:
@@ -67,48 +43,21 @@ def concepts(
                 print_concepts(one)
 
 
-def trace_concepts(store: "Store", site: str, model: str | None) -> Iterator[Traced]:
-    """Every model and site of a store that has concepts attached, with its checkpoints in order."""
-    from anisoscope.records import site_order
+def _attached(store: "Store", model: str | None) -> Iterator["Attached"]:
+    """The units of a store that have concepts."""
     from anisoscope.store import name_trainings
-    from anisoscope.tracks import PREFIX, read_history
+    from anisoscope.tracks import Attached
 
-    table = name_trainings(store.table()).select(["key", "model", "corpus", "step", "revision", "metric"])
+    names = ["model", "corpus", "stage", "step", "revision"]
     units: dict[str, dict[str, Any]] = {}
-    for row in table.to_pylist():
+    for row in name_trainings(store.table()).select(["key", "metric", *names]).to_pylist():
         if row["metric"].startswith("concept_") and model in (None, row["model"]):
             units.setdefault(row["key"], row)
-    trainings: dict[tuple[str, str], list[str]] = {}
     for key, row in units.items():
-        # Checkpoints of one training differ in these alone; what was measured otherwise is another story.
-        rest = {name: value for name, value in store.spec(key).items() if name not in _OF_CHECKPOINTS}
-        trainings.setdefault((row["model"], json.dumps(rest, sort_keys=True)), []).append(key)
-    for keys in trainings.values():
-        attached = {key: store.attachment(key) for key in keys}
-        ending = ".directions"
-        prefixes = {
-            one.removesuffix(ending)
-            for arrays in attached.values()
-            for one in arrays
-            if one.startswith(PREFIX) and one.endswith(ending)
-        }
-        places = [(*prefix.removeprefix(PREFIX).partition("/")[::2], prefix) for prefix in prefixes]
-        for stack, place, prefix in sorted(places, key=lambda one: (one[0], site_order(one[1]))):
-            having = [key for key, arrays in attached.items() if f"{prefix}{ending}" in arrays]
-            if fnmatchcase(place, site):
-                yield Traced(
-                    model=units[having[0]]["model"],
-                    corpus=units[having[0]]["corpus"],
-                    stack=stack or None,
-                    site=place,
-                    revisions=tuple(units[key]["revision"] for key in having),
-                    history=read_history(
-                        [attached[key] for key in having], [units[key]["step"] for key in having], prefix
-                    ),
-                )
+        yield Attached(**{name: row[name] for name in names}, settings=store.spec(key), arrays=store.attachment(key))
 
 
-def print_concepts(traced: Traced) -> None:
+def print_concepts(traced: "Traced") -> None:
     """The last checkpoint as a table and, where there are several, the tracks."""
     from rich.table import Table
     from rich.text import Text

@@ -226,7 +226,9 @@ def curvature_caption(data: pa.Table) -> str:
         f"{say(mean_of([row['value'] for row in line]))} at exponent {exponent:g}"
         for (exponent,), line in _lines(rows, "exponent").items()
     ]
-    return f"curvature_visibility is {', '.join(means)} on average; {above} of {len(rows)} intervals lie above 0."
+    absent = len(data) - len(rows)
+    rest = f" At {absent} more of the {len(data)} places and exponents it cannot be told." if absent else ""
+    return f"curvature_visibility is {', '.join(means)} on average; {above} of {len(rows)} intervals lie above 0.{rest}"
 
 
 def concepts_caption(data: pa.Table) -> str:

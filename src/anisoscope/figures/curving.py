@@ -37,6 +37,7 @@ from anisoscope.figures.rows import (
 )
 from anisoscope.figures.tangents import narrowed
 from anisoscope.store import name_trainings
+from anisoscope.tracks import ConceptHistory
 
 _CURVATURE = (*WHO, "variant", "site", "depth", "exponent", "value", "low", "high", "points")
 CONCEPTS = {
@@ -70,36 +71,46 @@ def curvature_data(
 
 
 def concepts_data(table: pa.Table, *, most: int = 40) -> pa.Table:
-    """Concepts followed through training, with their places on the axis of steps; the `most` largest tracks.
+    """Concepts followed through training, with their places on the axis of steps; the `most` that live longest.
 
     step             of the checkpoint
     track            which concept; one that died and came back is another
     cosine           of its direction with that at the checkpoint before; null where it was born
-    share_of_energy  of the codes
+    share_of_energy  of the gradients that lies along its direction
     top_tokens       the tokens that have most of it, as text
     """
     if missing := [name for name in CONCEPTS if name not in table.column_names]:
         raise SpecError(f"wanted columns {listed(CONCEPTS)}; there is no {listed(missing)}")
     rows = table.select(list(CONCEPTS)).to_pylist()
-    sizes: dict[int, float] = {}
+    lives: dict[int, list[float]] = {}
     for row in rows:
         share = row["share_of_energy"]
-        sizes[row["track"]] = max(sizes.get(row["track"], 0.0), share if is_number(share) else 0.0)
-    largest = sorted(sizes, key=lambda track: (-sizes[track], track))[:most]
-    places = {track: place for place, track in enumerate(largest)}
+        lives.setdefault(row["track"], []).append(share if is_number(share) else 0.0)
+    # Of those that live as long, the larger first.
+    longest = sorted(lives, key=lambda track: (-len(lives[track]), -max(lives[track]), track))[:most]
+    places = {track: place for place, track in enumerate(longest)}
     position = log_position(row["step"] for row in rows)
     shaped = [
         {
             **row,
             "position": position(row["step"]),
             "label": count_label(row["step"]),
-            "place": largest.index(row["track"]),
+            "place": places[row["track"]],
         }
         for row in sorted(rows, key=lambda row: (row["track"], row["step"]))
         if row["track"] in places
     ]
     schema = pa.schema([*CONCEPTS.items(), ("position", pa.float64()), ("label", pa.string()), ("place", pa.int64())])
     return pa.Table.from_pylist(shaped, schema=schema)
+
+
+def concept_rows(history: ConceptHistory) -> pa.Table:
+    """What `concepts_data` reads, of the concepts of a site: one row per track and checkpoint."""
+    rows = [
+        {**row, "top_tokens": " ".join(token.strip() or repr(token)[1:-1] for token in row["top_tokens"])}
+        for row in history.rows()
+    ]
+    return pa.Table.from_pylist(rows, schema=pa.schema(list(CONCEPTS.items())))
 
 
 def _exponent(variant: str | None) -> float | None:
@@ -135,27 +146,39 @@ def draw_curvature(data: pa.Table) -> Chart:
     # Blocks stand beside one another, so that their intervals can be told apart.
     apart = 0.4 * min((b - a for a, b in pairwise(values)), default=0.5) / len(sites)
     middle = (len(sites) - 1) / 2
-    drawn = [
-        {**row, "beside": round(row["exponent"] + apart * (sites.index(row["site"]) - middle), 4)}
-        for row in chart_rows(rows, shown)
-    ]
+
+    def beside(some: list[Any]) -> list[Any]:
+        return [
+            {**row, "beside": round(row["exponent"] + apart * (sites.index(row["site"]) - middle), 4)} for row in some
+        ]
+
+    drawn = beside(chart_rows(rows, shown))
+    absent = beside([{"site": row["site"], "exponent": row["exponent"]} for row in rows if not is_number(row["value"])])
     base = alt.Chart(inline(drawn))
     axis = {"values": values, "title": "sampling exponent", "format": ".3~f"}
-    x = alt.X("beside:Q", scale={"padding": 16, "nice": False, "zero": False}, axis=axis)
+    # Exponents at which nothing can be told have their place too.
+    ends = [values[0] - apart * len(sites), values[-1] + apart * len(sites)]
+    x = alt.X("beside:Q", scale={"domain": ends, "nice": False, "zero": False}, axis=axis)
     scale = {"zero": True}
     y = alt.Y("value:Q", title="curvature_visibility", scale=scale, axis={"tickCount": 5})
     mean = alt.Y("mean(value):Q", title="curvature_visibility")
     line = base.mark_line(strokeWidth=1.4).encode(x=x, y=mean, color=colour)
     dots = base.mark_point(filled=True, size=36, opacity=1).encode(x=x, y=y, color=colour, tooltip=tooltip(*shown))
     zero = alt.Chart(inline([{"value": 0.0}])).mark_rule(color=GREY, strokeDash=[5, 3]).encode(y="value:Q")
-    chart = alt.layer(zero, error_bars(drawn, x, colour, scale), line, dots).properties(width=WIDE, height=HIGH)
+    crosses = (
+        alt.Chart(inline(absent))
+        .mark_point(shape="cross", angle=45, size=40, yOffset=-8)
+        .encode(x=x, y=alt.datum(0), color=colour, tooltip=tooltip("site", "exponent"))
+    )
+    layers = [zero, error_bars(drawn, x, colour, scale), line, dots, *([crosses] if absent else [])]
+    chart = alt.layer(*layers).properties(width=WIDE, height=HIGH)
     which = " and ".join(sorted({row["population"] for row in rows}))
-    said = "bars: 95 % intervals · lines: means · grey dashed: flat"
+    said = "bars: 95 % intervals · lines: means · grey dashed: flat" + (" · ×: cannot be told" if absent else "")
     return titled(chart, f"curvature_visibility against sampling, population {which}", subtitle(data), said)
 
 
-def draw_concepts(data: pa.Table) -> Chart:
-    """Share of the energy and cosine with the checkpoint before; the largest in colour, the others grey."""
+def draw_concepts(data: pa.Table, *, of: str | None = None) -> Chart:
+    """Share of the gradients' energy, and cosine with the checkpoint before; in colour those that live longest."""
     alt = import_altair()
     rows = data.to_pylist()
     named = sorted({row["place"] for row in rows})[: len(PALETTE) - 2]
@@ -164,7 +187,7 @@ def draw_concepts(data: pa.Table) -> Chart:
     shown = ("series", "track", "label", "share_of_energy", "cosine", "top_tokens")
     colour = alt.Color("series:N", scale={"domain": list(labels.values())}, legend=legend(labels.values(), "concept"))
     x, panels = step_axis(rows, "step"), []
-    for name, title in (("share_of_energy", "share of energy"), ("cosine", "cosine with the step before")):
+    for name, title in (("share_of_energy", "share of gradient energy"), ("cosine", "cosine with the one before")):
         drawn = [
             {**short, "series": labels.get(short["place"], "other")}
             for short in chart_rows(rows, (*shown[1:], "position", "place"), need=name)
@@ -184,5 +207,5 @@ def draw_concepts(data: pa.Table) -> Chart:
         panels.append(alt.layer(*layers).properties(width=WIDE, height=HIGH - 60 if name == "cosine" else HIGH - 30))
     chart = alt.vconcat(*panels, spacing=12).resolve_scale(color="shared")
     count = len({row["track"] for row in rows})
-    said = f"{count} concepts at {len({row['step'] for row in rows})} checkpoints · in colour: the largest by share"
-    return titled(chart, "Concepts as training goes on", said)
+    said = f"{count} concepts at {len({row['step'] for row in rows})} checkpoints · in colour: those that live longest"
+    return titled(chart, "Concepts as training goes on", *([of] if of else []), said)

@@ -23,6 +23,7 @@ SECTIONS = (
     "dimension",
     "alignment",
     "curvature",
+    "concepts",
     "weights",
     "verdicts",
 )
@@ -50,7 +51,7 @@ def catalogue(table: pa.Table, *, units: Iterable[Unit] = (), verdicts: Sequence
     """Every figure that a run has rows for, by section. Never raises: a figure that fails says so in its `error`.
 
     table     of `Store.table()`
-    units     of `Store.get`, for owners of the leading axis, embedding matrices and window lengths
+    units     of `Store.get`, for owners of the leading axis, embedding matrices, concepts and window lengths
     verdicts  of `judge`
 
     Where a checkpoint was measured under several settings, the unit with most points is shown and the caption counts

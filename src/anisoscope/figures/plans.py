@@ -1,5 +1,6 @@
 """Which figures a run has rows for; nothing is computed yet."""
 
+import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ from anisoscope.figures.drawing import PALETTE, Chart
 from anisoscope.records import FINAL_NORM_SITES, Unit
 from anisoscope.revisions import training_order
 from anisoscope.store import name_trainings
+from anisoscope.tracks import PREFIX as CONCEPTS
+from anisoscope.tracks import Attached, trace_concepts
 
 # Checkpoints across in a heatmap.
 ACROSS = 48
@@ -75,6 +78,7 @@ def sources(table: pa.Table, units: Sequence[Unit], verdicts: Sequence[Verdict])
         yield Source(section="populations", plans=partial(_of_lengths, here, units, end))
     yield Source(section="alignment", plans=partial(_of_gradients, table))
     yield Source(section="curvature", plans=partial(_of_curvature, table))
+    yield Source(section="concepts", plans=partial(_of_concepts, units))
     yield Source(section="populations", plans=partial(_of_owners, units))
     yield Source(section="weights", plans=partial(_of_weights, units))
     yield Source(section="verdicts", plans=partial(_of_verdicts, verdicts))
@@ -180,6 +184,34 @@ def _of_curvature(table: pa.Table) -> Iterator[Plan]:
             draw=curving.draw_curvature,
             caption=captions.curvature_caption,
         )
+
+
+def _of_concepts(units: Sequence[Unit]) -> Iterator[Plan]:
+    """The life of concepts at each site, where there are several checkpoints."""
+    attached = [
+        Attached(
+            model=unit.spec.run or unit.spec.model,
+            corpus=unit.spec.corpus,
+            stage=next((record.stage for record in unit.records), None),
+            step=unit.spec.step,
+            revision=unit.spec.revision,
+            settings=json.loads(unit.spec.canonical()),
+            arrays=unit.attachments,
+        )
+        for unit in units
+        if any(name.startswith(CONCEPTS) for name in unit.attachments)
+    ]
+    for traced in trace_concepts(attached):
+        if len(traced.history.steps) > 1:
+            yield Plan(
+                name=f"concepts-{traced.model}-{traced.site}",
+                section="concepts",
+                title=f"Concepts of {traced.model} at {traced.site}",
+                data=partial(curving.concepts_data, curving.concept_rows(traced.history)),
+                draw=partial(curving.draw_concepts, of=f"{traced.model}, {traced.site}, {traced.corpus}"),
+                caption=captions.concepts_caption,
+                need="share_of_energy",
+            )
 
 
 def _last_units(units: Iterable[Unit], ending: str) -> list[Unit]:
