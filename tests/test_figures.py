@@ -497,6 +497,18 @@ def test_bins_keep_the_intervals_of_their_rows() -> None:
     )
     data = alignment_bins_data(table, model="m")
     assert column(data, "bin", "step", "low", "high") == [(k, 5, 0.0, 1.0) for k in range(3)]
+    assert column(data, "log10_frequency") == [None] * 3
+    # As they are stored, each bin with its frequency in the variant: one figure of all bins, on an axis of frequency.
+    of_bins = [
+        record((0.1,), bin=k, step=5, **{**how, "variant": f"mean=in;log10_frequency={k - 4}.50"}) for k in (0, 1)
+    ]
+    stated = table_of(*of_bins)
+    assert column(alignment_bins_data(stated, model="m"), "log10_frequency", "variant") == [
+        (-4.5, "mean=in"),
+        (-3.5, "mean=in"),
+    ]
+    (found,) = [one for one in catalogue(stated) if one.name.startswith("alignment_bins")]
+    assert len(found.data) == 2
 
 
 def test_curvature_goes_by_the_exponent_that_is_stated() -> None:

@@ -159,13 +159,14 @@ def _of_gradients(table: pa.Table) -> Iterator[Plan]:
             draw=partial(tangents.draw_alignment, axis=axis),
             caption=chosen.counted(captions.alignment_caption),
         )
-    for group in groups_of(rows.filter(pc.field("bin").is_valid()), "model", "corpus", "population", "variant"):
+    # The variant of a bin states its frequency: all bins are one figure.
+    for group in groups_of(rows.filter(pc.field("bin").is_valid()), "model", "corpus", "population"):
         names = group.names
         chosen = one_setting(group.table)
         yield Plan(
             name="alignment_bins-" + "-".join(map(str, names.values())),
             section="alignment",
-            title=f"tangent_energy of {names['model']} by token frequency, {names['population']}, {names['variant']}",
+            title=f"tangent_energy of {names['model']} by token frequency, {names['population']}",
             data=partial(tangents.alignment_bins_data, chosen.table, **names),
             draw=tangents.draw_alignment_bins,
             caption=chosen.counted(captions.bins_caption),

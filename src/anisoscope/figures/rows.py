@@ -34,6 +34,7 @@ _ADDED = {
     "scale": pa.int64(),
     "through": pa.string(),
     "exponent": pa.float64(),
+    "log10_frequency": pa.float64(),
     "quantity": pa.string(),
     "significant": pa.int64(),
     "first": pa.string(),

@@ -45,7 +45,8 @@ CONTROLLED = ("tangent_excess", "normal_ratio", "tangent_gain")
 _HOW = ("gradient", "proxy", "variant", "rank")
 _POINT = ("quantity", "control", "position", "label", "depth", "blocks", "value", "low", "high", "p", "significant")
 _ALIGNMENT = (*WHO, *_HOW, *_POINT)
-_BINS = (*WHO, *_HOW, "site", "depth", "bin", "value", "low", "high", "points")
+_BINS = (*WHO, *_HOW, "site", "depth", "bin", "log10_frequency", "value", "low", "high", "points")
+_FREQUENCY = "log10_frequency"
 
 
 _CONTROLS = {
@@ -107,14 +108,25 @@ def alignment_bins_data(
     corpus: str | None = None,
     keys: Collection[str] | None = None,
 ) -> pa.Table:
-    """Tangent energy by bin of token frequency, rarest first, at the blocks of a model's last checkpoint."""
+    """Tangent energy by bin of token frequency, rarest first, at the blocks of a model's last checkpoint.
+
+    `log10_frequency` is that of the bin, as a share of the text; null where its row does not state it.
+    """
     rows = _aligned(table, model=model, population=population, variant=variant, corpus=corpus, keys=keys, bins=True)
     rows = [row for row in rows if row["metric"] == "tangent_energy"]
     if not rows:
         raise SpecError(f"wanted tangent_energy of {model} [{population}] by bin; there is none")
-    last = at_last_checkpoint(rows)
+    last = [_with_frequency(row) for row in at_last_checkpoint(rows)]
     last.sort(key=lambda row: (row["gradient"], row["proxy"], row["variant"] or "", row["depth"], row["bin"]))
     return table_of(last, _BINS, own_intervals=True)
+
+
+def _with_frequency(row: Row) -> Row:
+    """A bin's row states its frequency in the variant, which would tell bins apart that belong together."""
+    parts = (row["variant"] or "").split(";")
+    stated = next((part.partition("=")[2] for part in parts if part.startswith(f"{_FREQUENCY}=")), None)
+    variant = ";".join(part for part in parts if not part.startswith(f"{_FREQUENCY}=")) or None
+    return {**row, "variant": variant, _FREQUENCY: None if stated is None else float(stated)}
 
 
 def _aligned(
@@ -221,10 +233,14 @@ def draw_alignment_bins(data: pa.Table) -> Chart:
     sites = list(dict.fromkeys(row["site"] for row in sorted(rows, key=lambda row: row["depth"] or 0.0)))
     scheme = {"domain": sites, "scheme": alt.SchemeParams("viridis", extent=[0.0, 0.9])}
     colour = alt.Color("site:O", scale=scheme, sort=sites, legend=legend(sites))
-    shown = ("site", "bin", "value", "low", "high", "points")
-    most = max(row["bin"] for row in rows)
-    axis = {"title": "bin of token frequency, rarest first", "format": "d", "tickMinStep": 1}
-    x = alt.X("bin:Q", scale={"domain": [-0.4, most + 0.4], "nice": False}, axis=axis)
+    shown = ("site", "bin", _FREQUENCY, "value", "low", "high", "points")
+    if all(is_number(row[_FREQUENCY]) for row in rows):
+        title = "token frequency, log10 of its share"
+        x = alt.X(f"{_FREQUENCY}:Q", scale={"zero": False, "padding": 10}, axis={"title": title, "tickCount": 5})
+    else:
+        axis = {"title": "bin of token frequency, rarest first", "format": "d", "tickMinStep": 1}
+        most = max(row["bin"] for row in rows)
+        x = alt.X("bin:Q", scale={"domain": [-0.4, most + 0.4], "nice": False}, axis=axis)
 
     def panel(mine: Sequence[Row]) -> Any:
         drawn = chart_rows(mine, shown)
