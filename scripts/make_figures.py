@@ -2,8 +2,9 @@
 
 Runs: docs/runs/large (two trainings of 250 M tokens, 12 blocks x 512, measured live), docs/runs/pocket (six small ones,
 measured live), docs/runs/pocket-sites (the two pocket models at every site, with owners, embedding matrices and several
-window lengths), docs/runs/pocket-alignment and docs/runs/pocket-alignment-encoder (gradients of two trainings). The
-last three were made with
+window lengths), docs/runs/pocket-alignment and docs/runs/pocket-alignment-encoder (gradients of two trainings),
+docs/runs/pocket-gradients (gradients of twelve), docs/runs/pocket-concepts and docs/runs/pocket-curvature (one
+training). All but the first two were made with
 
     for model in pocket-decoder pocket-encoder:
         anisoscope measure MODEL --tokens 16384 --seq-len 256 -o docs/runs/pocket-sites --owners
@@ -17,6 +18,18 @@ last three were made with
         anisoscope measure pocket-decoder@stepSTEP --tokens 8192 --seq-len 128 -o docs/runs/pocket-alignment
                            --metrics alignment,loss --populations all --sites 'block.*'
         the same with pocket-encoder and docs/runs/pocket-alignment-encoder
+    for kind, layout in (decoder, gpt_neox), (encoder, eurobert); exponent in 1.0, 0.5; seed in 0, 1, 2:
+        anisoscope train --corpus enwik8 --kind KIND --layout LAYOUT --layers 6 --width 112 --heads 7 --vocabulary 2048
+                         --seq-len 256 --batch-size 8 --steps 768 --learning-rate 2e-3 --warmup 50 --checkpoints 13
+                         --watch none --sampling-exponent EXPONENT --seed SEED -o pocket-KIND-aEXPONENT-seedSEED
+        anisoscope sweep pocket-KIND-aEXPONENT-seedSEED --corpus heldout:enwik8 --follow -o docs/runs/pocket-gradients
+                         --metrics alignment,pinning,leading_variance,loss --populations typical --sites 'block.*'
+                         --tokens 8192 --seq-len 128 --batch-points 2048
+        (without its attachments, and without the units that hold proxies of earlier checkpoints)
+    anisoscope sweep pocket-decoder --corpus enwik8 --metrics concepts --sites block.3 --tokens 8192 --seq-len 128
+                     -o docs/runs/pocket-concepts
+    anisoscope sweep pocket-decoder --corpus enwik8 --metrics curvature --populations content --tokens 32768
+                     --sites block.0,block.2,block.5 --seq-len 128 -o docs/runs/pocket-curvature
 """
 
 import argparse
@@ -52,6 +65,14 @@ SHOWN = {
     ),
     "pocket-alignment": ("alignment-pocket-decoder-pydoc-all-mean-in",),
     "pocket-alignment-encoder": ("alignment-pocket-encoder-pydoc-all-mean-in",),
+    "pocket-gradients": (
+        "alignment-pocket-decoder-a1.0-seed0-heldout-enwik8-typical-mean-in",
+        "alignment-pocket-encoder-a1.0-seed0-heldout-enwik8-typical-mean-in",
+        "alignment_bins-pocket-decoder-a1.0-seed0-heldout-enwik8-typical",
+        "alignment_bins-pocket-encoder-a1.0-seed0-heldout-enwik8-typical",
+    ),
+    "pocket-concepts": ("concepts-pocket-decoder-block.3",),
+    "pocket-curvature": ("curvature-enwik8-content",),
     "large": (
         "dynamics-leading_variance",
         "dynamics-mean_cosine",
@@ -97,7 +118,7 @@ def find_figures(runs: Iterable[str] = tuple(SHOWN)) -> Iterator[tuple[str, figu
     """The figures shown, each with the name of its run; refused where a run no longer has one."""
     for run in runs:
         wanted, store = SHOWN[run], Store(DOCS / "runs" / run)
-        table, few = store.table(), run not in ("pocket", "large")
+        table, few = store.table(), run not in ("pocket", "large", "pocket-gradients")
         units = [store.get(key) for key in sorted(store.keys())] if few else []
         found = figures.catalogue(table, units=units, verdicts=judge(table) if run == "pocket" else ())
         there = {figure.name: figure for figure in found if figure.error is None}
