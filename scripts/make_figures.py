@@ -3,8 +3,8 @@
 Runs: docs/runs/large (two trainings of 250 M tokens, 12 blocks x 512, measured live), docs/runs/pocket (six small ones,
 measured live), docs/runs/pocket-sites (the two pocket models at every site, with owners, embedding matrices and several
 window lengths), docs/runs/pocket-alignment and docs/runs/pocket-alignment-encoder (gradients of two trainings),
-docs/runs/pocket-gradients (gradients of twelve), docs/runs/pocket-concepts and docs/runs/pocket-curvature (one
-training). All but the first two were made with
+docs/runs/pocket-gradients (gradients of twelve), docs/runs/pocket-concepts, docs/runs/pocket-curvature (one training)
+and docs/runs/pocket-curvature-encoder (one of the twelve). All but the first two were made with
 
     for model in pocket-decoder pocket-encoder:
         anisoscope measure MODEL --tokens 16384 --seq-len 256 -o docs/runs/pocket-sites --owners
@@ -30,6 +30,9 @@ training). All but the first two were made with
                      -o docs/runs/pocket-concepts
     anisoscope sweep pocket-decoder --corpus enwik8 --metrics curvature --populations content --tokens 32768
                      --sites block.0,block.2,block.5 --seq-len 128 -o docs/runs/pocket-curvature
+    anisoscope measure pocket-encoder-a1.0-seed2 --revision checkpoint-768 --corpus heldout:enwik8
+                       --metrics curvature,concepts --populations content --sites block.0,block.2,block.5
+                       --tokens 16384 --seq-len 128 -o docs/runs/pocket-curvature-encoder
 """
 
 import argparse
@@ -73,6 +76,7 @@ SHOWN = {
     ),
     "pocket-concepts": ("concepts-pocket-decoder-block.3",),
     "pocket-curvature": ("curvature-enwik8-content",),
+    "pocket-curvature-encoder": ("curvature-heldout-enwik8-content",),
     "large": (
         "dynamics-leading_variance",
         "dynamics-mean_cosine",
