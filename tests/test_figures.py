@@ -577,7 +577,7 @@ def test_owners_and_matrices_are_read_from_a_stored_unit() -> None:
     place = unit.attachments["weights/embed.weight.rows"].tolist().index(row["row"])
     assert row["variant"] == "centred=yes"
     assert row["x"] == pytest.approx(float(unit.attachments["weights/embed.weight.centred=yes.coordinates"][place, 0]))
-    assert math.isnan(row["log_frequency"])
+    assert row["log_frequency"] == pytest.approx(float(unit.attachments["weights/embed.weight.log_frequency"][place]))
     with pytest.raises(SpecError, match="measure with --owners"):
         owners_data(replace(unit, attachments={}))
 
