@@ -17,7 +17,7 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)   ## everything on the two small models of the package, offline
 	$(BIN)/anisoscope demo
 
-test: $(READY)   ## the tests, in about twelve minutes on two cores
+test: $(READY)   ## the tests, in about ten minutes on two cores
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m 'not slow'
 
 test-all: $(READY)   ## also the slow ones, on real weights that install by name
