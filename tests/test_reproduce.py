@@ -17,7 +17,7 @@ from anisoscope.cli import app
 from anisoscope.protocols import load_protocol
 from anisoscope.reproductions import PAPERS, Outcome, find_paper, judge_paper
 from anisoscope.reproductions.nouns import Claimed, Paper, Reading, View
-from anisoscope.reproductions.plans import plan_settings, published
+from anisoscope.reproductions.plans import plan_recipes, plan_settings, published
 from anisoscope.reproductions.showing import print_listed, print_outcomes
 from anisoscope.store import SCHEMA, Store
 
@@ -236,6 +236,23 @@ def test_the_pocket_suite_is_measured_judged_and_not_measured_twice(tmp_path: Pa
     assert json.loads(again.stdout) == outcomes
     assert "0 units measured, 7 stored before" in again.stderr
     assert json.loads((tmp_path / "reproduction.json").read_text())["protocol"] == "razzhigaev2024-print"
+
+
+@pytest.mark.parametrize("paper", PAPERS.values(), ids=PAPERS)
+def test_small_models_read_windows_as_long_as_those_to_be_measured(paper: Paper, tmp_path: Path) -> None:
+    for variant in paper.protocols:
+        for given in ({}, {"seq_len": 300}):
+            settings = plan_settings(paper, "small", variant, given)
+            recipes = plan_recipes(paper, tmp_path, seq_len=settings.longest, seeds=1, steps=None, corpus=None)
+            assert len(recipes) == len(paper.kinds)
+            for recipe in recipes.values():
+                assert recipe.seq_len == max(one["seq_len"] for one in (*settings.every, *settings.last))
+                assert recipe.seq_len * recipe.batch_size <= 2048
+
+
+def test_a_run_in_which_nothing_could_be_measured_is_judged_all_the_same() -> None:
+    outcomes = judge_paper(find_paper("razzhigaev2024"), table(rows(BELL, "decoder0", "decoder", 0)), keys=[])
+    assert {one.verdict for one in outcomes} == {"not tested here"}
 
 
 @pytest.mark.slow(reason="trains six models")

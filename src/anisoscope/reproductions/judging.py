@@ -53,7 +53,7 @@ def judge_paper(paper: Paper, table: pa.Table, *, keys: Collection[str] | None =
     """Every claim of the paper, in its order; `keys` are the units it rests on, where the run has others too."""
     table = name_trainings(table)
     if keys is not None:
-        table = table.filter(pc.field("key").isin(list(keys)))
+        table = table.filter(pc.field("key").isin(pa.array(list(keys), pa.string())))
     verdicts = judge(_judged(paper, table), seed=seed) if table.num_rows else []
     kinds = _kinds(table)
     return [outcome for claim in paper.claims for outcome in _outcomes(claim, verdicts, kinds, table)]

@@ -20,13 +20,12 @@ _SMALL: dict[str, Any] = {
     "layers": 6,
     "width": 112,
     "heads": 7,
-    "seq_len": 128,
-    "batch_size": 16,
     "steps": 1000,
     "learning_rate": 2e-3,
     "warmup": 50,
     "checkpoints": 12,
 }
+_TOKENS_IN_STEP = 2048
 _LAYOUTS = {"decoder": "gpt_neox", "encoder": "eurobert"}
 
 
@@ -56,6 +55,11 @@ class Settings:
     last: tuple[dict[str, Any], ...]
     """Of the last one besides."""
 
+    @property
+    def longest(self) -> int:
+        """Tokens in the longest window."""
+        return max(one["seq_len"] for one in (*self.every, *self.last))
+
 
 def plan_settings(paper: Paper, size: str, variant: str | None, given: Mapping[str, Any]) -> Settings:
     """What the protocol says, smaller at small sizes, and what was given by hand."""
@@ -83,10 +87,15 @@ def plan_corpora(paper: Paper, size: str, corpus: str | None) -> tuple[str, ...]
 
 
 def plan_recipes(
-    paper: Paper, output: Path, *, seeds: int, steps: int | None, corpus: str | None
+    paper: Paper, output: Path, *, seq_len: int, seeds: int, steps: int | None, corpus: str | None
 ) -> dict[Path, Recipe]:
-    """The trainings of the size `small`: folders, whose names tell their seeds, and recipes."""
-    named: dict[str, Any] = _SMALL | {"corpus": corpus or SMALL_CORPUS} | ({} if steps is None else {"steps": steps})
+    """The trainings of the size `small`: folders, whose names tell their seeds, and recipes.
+
+    `seq_len` is that of the windows to be measured: a model reads no more positions than it was trained with.
+    """
+    windows = {"seq_len": seq_len, "batch_size": max(1, _TOKENS_IN_STEP // seq_len)}
+    named: dict[str, Any] = _SMALL | windows | {"corpus": corpus or SMALL_CORPUS}
+    named |= {} if steps is None else {"steps": steps}
     return {
         output / "trainings" / f"small-{kind}-seed{seed}": Recipe(kind=kind, layout=_LAYOUTS[kind], seed=seed, **named)
         for kind in paper.kinds
@@ -123,7 +132,9 @@ def list_plan(
 ) -> Iterator[dict[str, Any]]:
     """Every model and revision with its size in bytes, None where it is not known; `note` says why."""
     if size == "small":
-        for folder, recipe in plan_recipes(paper, output, seeds=seeds, steps=steps, corpus=corpus).items():
+        longest = plan_settings(paper, size, None, {}).longest
+        recipes = plan_recipes(paper, output, seq_len=longest, seeds=seeds, steps=steps, corpus=corpus)
+        for folder, recipe in recipes.items():
             note = f"to be trained: {recipe.layers} x {recipe.width}, {recipe.steps:,} steps on {recipe.corpus}"
             yield _row(str(folder), f"{recipe.checkpoints} checkpoints", None, note)
         return

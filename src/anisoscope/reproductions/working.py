@@ -72,7 +72,7 @@ def reproduce(
     corpora = plan_corpora(paper, size, corpus)
     follows = (size != "paper" if drift is None else drift) and paper.drift
     if size == "small":
-        recipes = plan_recipes(paper, output, seeds=seeds, steps=steps, corpus=corpus)
+        recipes = plan_recipes(paper, output, seq_len=settings.longest, seeds=seeds, steps=steps, corpus=corpus)
         _train_all(recipes, measuring.get("device", "auto"), progress)
         items: Sequence[Followed | str] = [Followed(model=str(folder), log_spaced=99) for folder in recipes]
     elif size == "pocket":
