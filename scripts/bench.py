@@ -679,13 +679,13 @@ def race_live(peers: None, quick: bool) -> Iterator[Result]:
 
 
 def probe_of(model: Any) -> Any:
-    """4,096 tokens to fit on and as many to test on, at every site, with their states and gradients."""
+    """A probe of 4,096 tokens, half to fit on and half to test on, at every site, with states and gradients."""
     from anisoscope.layout import select_sites
     from anisoscope.probed import Probed
     from anisoscope.probes import draw_probe
     from anisoscope.records import Spec
 
-    spec = Spec(model="bench", metrics=("alignment",), tokens=2 * POINTS, seq_len=64)
+    spec = Spec(model="bench", metrics=("alignment",), tokens=POINTS, seq_len=64)
     probe = draw_probe(spec, model.tokenizer, read_corpus())
     probed = Probed(model=model, probe=probe, sites=select_sites(model.layout, ("*",)), spec=spec)
     assert len(probed.fit_states) == len(probed.gradients.sites)
@@ -699,21 +699,24 @@ def race_alignment(peers: None, quick: bool) -> Iterator[Result]:
     from anisoscope.metrics import find_metrics
     from anisoscope.models import load_model
 
-    torch.set_num_threads(1)
     names = [metric.name for metric in find_metrics(("alignment",))]
     pocket = load_model("pocket-decoder", device="cpu")
     tokenizer, device = pocket.tokenizer, DEVICE if torch.cuda.is_available() else "cpu"
+    if device == "cpu":
+        torch.set_num_threads(1)
 
     def untrained(layers: int, width: int) -> Any:
         recipe = Recipe(layers=layers, width=width, heads=width // 64, vocabulary=len(tokenizer))
         torch.manual_seed(0)
         return adopt(build_model(recipe, tokenizer).to(device), tokenizer)
 
-    sizes = ((6, 112), (12, 512)) if quick else ((6, 112), (12, 512), (30, 576))
+    largest = (24, 2048) if device == "cuda" else (30, 576)
+    sizes = ((6, 112), (12, 512)) if quick else ((6, 112), (12, 512), largest)
     for layers, width in sizes:
         model = load_model("pocket-decoder", device=device) if width == 112 else untrained(layers, width)
         probed = probe_of(model)
-        ids = torch.from_numpy(probed.probe.test.token_ids).to(device)
+        halves = (probed.probe.fit, probed.probe.test)
+        ids = torch.cat([torch.from_numpy(half.token_ids) for half in halves]).to(device)
 
         def passes(model: Any = model, ids: torch.Tensor = ids) -> None:
             for part in ids.split(32):
@@ -722,7 +725,8 @@ def race_alignment(peers: None, quick: bool) -> Iterator[Result]:
 
         sides = {"ours": timed(align, probed, names), "forward and backward": timed(passes)}
         rounds = race(sides, rounds=1 if quick else 3)
-        case = f"{layers} x {width} decoder, {len(probed.sites)} sites, {ids.numel():,} tokens on the {device.upper()}"
+        place = "CPU" if device == "cpu" else "GPU"
+        case = f"{layers} x {width} decoder, {len(probed.sites)} sites, {ids.numel():,} tokens on the {place}"
         by, goal = ("wall", 1.0) if device == "cuda" else ("cpu", 1.5)
         yield from compare(rounds, "alignment", case, "forward and backward", better="lower", by=by, goal=goal)
 
@@ -797,9 +801,9 @@ SECTIONS: dict[str, tuple[Callable[[Any, bool], Iterator[Result]], str]] = {
     ),
     "alignment": (
         race_alignment,
-        "`align`, every default metric of gradient alignment at every site, for both gradients, proxies and "
-        "populations, against one forward and backward pass over the test half of the same probe; states and gradients "
-        "are there before. One thread; the first model is trained, the others are not.",
+        "`align`, every default metric of gradient alignment at every site, for both gradients and proxies, against "
+        "one forward and backward pass over the same probe of 4,096 tokens, half of it to fit on and half to test on; "
+        "states and gradients are there before. One thread on the CPU; the first model is trained, the others are not.",
     ),
     "gpu": (race_gpu, "As `walk`, in bfloat16, synchronised wall time; the first run, which compiles, is not counted."),
 }

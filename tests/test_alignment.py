@@ -34,7 +34,7 @@ def decoder() -> Model:
 
 @pytest.fixture(scope="module")
 def unit(decoder: Model) -> an.Unit:
-    return an.measure(spec_for(), model=decoder, progress=False)
+    return an.measure(spec_for(populations=("all", "typical")), model=decoder, progress=False)
 
 
 def rows(unit: an.Unit, **wanted: Any) -> list[Record]:
@@ -85,6 +85,13 @@ def test_every_gradient_proxy_population_and_variant_has_its_rows(unit: an.Unit)
         "next",
     }
     assert {row.control for row in rows(unit, metric="normal_ratio")} == {"normal"}
+
+
+def test_gradients_are_those_of_typical_tokens_unless_others_are_asked_for(unit: an.Unit, decoder: Model) -> None:
+    usual = an.measure(spec_for(), model=decoder, progress=False)
+    values = [[row.value for row in rows(one, population="typical")] for one in (usual, unit)]
+    assert len(usual.records) == len(values[0])
+    np.testing.assert_array_equal(*values)
 
 
 def test_energies_are_those_of_plain_sums(unit: an.Unit, decoder: Model) -> None:
@@ -167,7 +174,7 @@ def test_removing_the_proxy_is_held_against_normals_and_the_next_directions(unit
 
 
 def test_bins_of_frequency_are_ordered_and_hold_equally_many_tokens(unit: an.Unit) -> None:
-    for population in ("typical",):
+    for population in ("all", "typical"):
         bins = [
             row
             for row in rows(unit, metric="tangent_energy", proxy="pca", population=population)

@@ -241,8 +241,10 @@ def test_fast_permuted_energies_equal_the_naive_loop(
     pairing = pair_windows(values, gradients, windows_of(count, 6), draws=75, seed=4)
     naive = naive_energies(values, gradients, basis, 6, pairing.permutations.orders)
     if path == "tokens":
-        squares = windowed._squares_by_tokens(pairing.gradients, pairing.values, pairing.permutations)
+        squares, products = windowed._squares_by_tokens(pairing.gradients, pairing.values, pairing.permutations)
         torch.testing.assert_close(squares, pairing.permuted_squares, rtol=EXACT, atol=0)
+        own = windowed._own_products(pairing.gradients, pairing.values)
+        torch.testing.assert_close(products, own, rtol=EXACT, atol=EXACT * float(own.abs().max()))
         object.__setattr__(pairing, "permuted_squares", squares)
     np.testing.assert_allclose(pairing.permuted_energies(basis), naive, rtol=EXACT)
 
@@ -254,7 +256,7 @@ def test_float32_windows_agree_with_float64() -> None:
     torch.testing.assert_close(
         exact.permuted_energies(basis), fast.permuted_energies(basis), rtol=FAST_TOLERANCE, atol=0
     )
-    by_tokens = windowed._squares_by_tokens(fast.gradients, fast.values, fast.permutations)
+    by_tokens, _ = windowed._squares_by_tokens(fast.gradients, fast.values, fast.permutations)
     torch.testing.assert_close(by_tokens, fast.permuted_squares, rtol=FAST_TOLERANCE, atol=0)
 
 

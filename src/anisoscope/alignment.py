@@ -33,7 +33,6 @@ from anisoscope.tangent.proxies import Proxy, fit_globals, without_mean
 VIEWS = ("enrichment", "removal", "trend", "turn")
 GRADIENTS = ("virtual", "activation")
 PROXIES = ("pca", "seminmf")
-POPULATIONS = ("all", "typical")
 CONTROLS = ("type_disjoint",)
 
 
@@ -54,14 +53,15 @@ def align(probed: Probed, names: Collection[str], past: Past | None = None) -> A
     analysis = _Analysis(probed, found)
     aligned = Aligned(rows=[], attachments={})
     own = probed.spec.proxy_from is None
+    usual = dict.fromkeys(name for item in found.values() for name in item.populations)
     for site in probed.sites if found else ():
-        for population in probed.spec.populations or POPULATIONS:
+        for population in probed.spec.populations or usual:
             place = analysis.place(site, population)
             proxies, held = analysis.fit(place), analysis.hold(place)
             if own:
                 aligned.rows.extend(analysis.at(held, proxies))
                 aligned.attachments.update(sketch(site, population, place.fitted, proxies))
-            if past is not None and held.in_depth:
+            if past is not None:
                 aligned.rows.extend(analysis.against_past(held, proxies, past))
     if own and found:
         aligned.rows.extend(analysis.of_modules())
@@ -121,9 +121,8 @@ class _Analysis:
         yield from held.enrichment(
             [(n, make(one), variant) for n, one in proxies.items() for variant, make in variants]
         )
-        if held.in_depth:
-            yield from held.removal(proxies)
-            yield from held.by_frequency(proxies)
+        yield from held.removal(proxies)
+        yield from held.by_frequency(proxies)
         if "local_pca" in self.proxies:
             yield from held.local()
         if self.type_disjoint:

@@ -55,8 +55,6 @@ class Held:
         self.probed, self.place, self.seed = probed, place, probed.spec.seed
         self.metrics, self.shown = metrics, probed.gradients
         self.gradients = tuple(gradients)
-        # Sink tokens own what `all` tokens show: what is beyond the headline is about typical ones, or those asked for.
-        self.in_depth = place.population != "all" or bool(probed.spec.populations)
         self.rows = place.here.gradients[place.keep]
         self.pairing = None
         self.moments: dict[str, Tensor] = {}
@@ -99,9 +97,10 @@ class Held:
         usable = [one for one in candidates if one[1].rank > 0]
         proxies = [proxy for _, proxy, _ in usable]
         found: dict[str, list[Alignment]] = {}
+        led = [variant == WITH_MEAN and "tangent_anisotropy_share" in self.metrics for _, _, variant in usable]
         for gradient in self.gradients:
-            moment, keep = self.moments[gradient], LED_DRAWS if self.in_depth else 0
-            spaces = spaces_beside(moment, proxies, seed=self.seed, keep=keep)
+            moment = self.moments[gradient]
+            spaces = spaces_beside(moment, proxies, seed=self.seed, keep=LED_DRAWS, led=led)
             self.spaces |= {
                 (gradient, name): one
                 for (name, _, variant), one in zip(usable, spaces, strict=True)

@@ -57,6 +57,8 @@ _of_gradients = partial(
     family="alignment",
     needs="enrichment",
     version=1,
+    # Sink tokens own what `all` tokens show.
+    populations=("typical",),
     cite="bernas2026revisiting",
     min_points=2,
     undefined="the gradients are zero, or there are too few windows for the control",

@@ -89,50 +89,58 @@ def random_spaces_beside(
     draws: int = DRAWS,
     seed: int = 0,
     keep: int = 0,
-    squares: bool = True,
+    led: Sequence[bool] | None = None,
 ) -> list[RandomSpaces]:
     """N5 and N1 from the same normal matrices Ω for every basis, without forming an orthonormal basis of each.
 
     The span of Ω is uniform, and so is that of W = (I - QQᵀ)Ω in the complement:
     E = tr((ΩᵀΩ)⁻¹ΩᵀCΩ) / tr C, and the same with W. Only CΩ is a large product, and bases of one rank share it: what
-    they differ in are products with Q. `keep` bases and `squares` are made for those who need them. Within 1e-5 of
-    float64, relative, where the moment is float32.
+    they differ in are products with Q. Squares and `keep` bases are made for those that are `led` (all, where that is
+    not said). Within 1e-5 of float64, relative, where the moment is float32.
     """
     found: dict[int, RandomSpaces] = {}
-    dim = len(moment)
+    dim, ahead = len(moment), [True] * len(bases) if led is None else led
     for rank in {one.shape[1] for one in bases}:
         if 2 * rank > dim:
             raise SpecError(
                 f"rank {rank} of {dim} coordinates leaves no normal space of the same rank: at most {dim // 2}"
             )
         places = [place for place, one in enumerate(bases) if one.shape[1] == rank]
+        places.sort(key=lambda place: not ahead[place])
+        first = sum(ahead[place] for place in places)
         exact = dim - 2 * rank < SPARE_NORMALS or dim <= EXACT_DIM
         against = moment.double() if exact else moment
         axes = torch.stack([bases[place].to(against) for place in places])
         if exact:
             # WWᵀ is a difference: a basis orthonormal to 1e-7 would leave it indefinite where W is nearly square.
             axes = torch.linalg.qr(axes).Q
-        found |= dict(zip(places, _spaces_of_rank(against, axes, draws, seed, keep, squares), strict=True))
+        found |= dict(zip(places, _spaces_of_rank(against, axes, draws, seed, keep, first), strict=True))
     return [found[place] for place in range(len(bases))]
 
 
 def _spaces_of_rank(
-    moment: Float[Tensor, "d d"], bases: Float[Tensor, "k d r"], draws: int, seed: int, keep: int, with_squares: bool
+    moment: Float[Tensor, "d d"], bases: Float[Tensor, "k d r"], draws: int, seed: int, keep: int, led: int
 ) -> list[RandomSpaces]:
+    """Of the first `led` bases also the squares, and `keep` of the spaces."""
     count, dim, rank = bases.shape
     total, whole = moment.diagonal().double().sum(), moment.double().square().sum()
     beside = bases.transpose(0, 1).flatten(1)
     seen = moment @ beside
-    inside, twice = (
-        (bases.mT @ one.view(dim, count, rank).transpose(0, 1)).double()[:, None] for one in (seen, moment @ seen)
-    )
+
+    def along_each(images: Float[Tensor, "d q"]) -> Float[Tensor, "k 1 r r"]:
+        """QᵀCQ of each basis from CQ of all."""
+        each = images.view(dim, -1, rank).transpose(0, 1)
+        return (bases[: len(each)].mT @ each).double()[:, None]
 
     def against(rows: Tensor, columns: Tensor) -> Float[Tensor, "k m r r"]:
         """Products of the draws with each of the bases, or with what C makes of them."""
-        return (rows @ columns).view(len(rows), rank, count, rank).permute(2, 0, 1, 3).double()
+        return (rows @ columns).view(len(rows), rank, -1, rank).permute(2, 0, 1, 3).double()
+
+    inside, seen = along_each(seen), seen[:, : led * rank]
+    twice = along_each(moment @ seen)
 
     parts: list[tuple[Tensor, Tensor, Tensor]] = []
-    kept = moment.new_empty(count, 0, dim, rank)
+    kept = moment.new_empty(led, 0, dim, rank)
     step = max(1, DRAWN_ELEMENTS // (dim * rank))
     for start in range(0, draws, step):
         drawn = _gaussians(min(step, draws - start), rank, dim, seed, start, moment.dtype, moment.device)
@@ -146,21 +154,27 @@ def _spaces_of_rank(
         root = torch.linalg.cholesky(drawn.gram - along @ along.mT)
         # With LLᵀ for WWᵀ, traces of (LLᵀ)⁻¹M are those of M in an orthonormal basis of the span.
         energies = torch.cholesky_solve(plain - _crossed(along, against(image, beside), inside), root)
-        normal, squares = _traces(energies) / total, haar.new_empty(count, 0)
-        if with_squares:
+        normal, squares = _traces(energies) / total, haar.new_empty(0, len(omega))
+        if led:
+            along, root, energies = along[:led], root[:led], energies[:led]
             squared = (image @ image.mT).double()
             images = torch.cholesky_solve(squared - _crossed(along, against(image, seen), twice), root)
             # ‖PCP‖² = ‖C‖² - 2‖CN‖² + ‖NᵀCN‖²
             squares = whole - 2 * _traces(images) + (energies * energies.mT).sum((2, 3))
         parts.append((haar.expand(count, -1) / total, normal, squares))
-        if kept.shape[1] < keep:
+        if led and kept.shape[1] < keep:
             some = min(keep - kept.shape[1], len(omega))
-            normal = omega[:some] - along[:, :some].to(omega) @ bases.mT[:, None]
+            normal = omega[:some] - along[:, :some].to(omega) @ bases[:led].mT[:, None]
             made = torch.linalg.solve_triangular(root[:, :some].to(normal), normal, upper=False)
             kept = torch.cat([kept, made.mT], 1)
     haar, normal, squares = (torch.cat(one, 1).cpu() for one in zip(*parts, strict=True))
     return [
-        RandomSpaces(haar=haar[place], normal=normal[place], normal_squares=squares[place], normal_bases=kept[place])
+        RandomSpaces(
+            haar=haar[place],
+            normal=normal[place],
+            normal_squares=squares[place] if place < led else squares.new_empty(0),
+            normal_bases=kept[place] if place < led else kept.new_empty(0, dim, rank),
+        )
         for place in range(count)
     ]
 

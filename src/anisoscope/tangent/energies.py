@@ -291,12 +291,20 @@ def variance_share(states: Float[Tensor, "n d"], basis: Float[Tensor, "d r"]) ->
 
 
 def spaces_beside(
-    moment: Float[Tensor, "d d"], proxies: Sequence[Proxy], *, draws: int = DRAWS, seed: int = 0, keep: int = 0
+    moment: Float[Tensor, "d d"],
+    proxies: Sequence[Proxy],
+    *,
+    draws: int = DRAWS,
+    seed: int = 0,
+    keep: int = 0,
+    led: Sequence[bool] | None = None,
 ) -> list[RandomSpaces | None]:
-    """N5 and N1 for each proxy; None where it leaves no normal space. With bases to keep come the squares too."""
-    bases = [proxy.basis for proxy in proxies if 2 * proxy.rank <= proxy.dim]
-    found = iter(random_spaces_beside(moment, bases, draws=draws, seed=seed, keep=keep, squares=keep > 0))
-    return [next(found) if 2 * proxy.rank <= proxy.dim else None for proxy in proxies]
+    """N5 and N1 for each proxy (None where it has no normal space), with `keep` bases and squares where it is `led`."""
+    usable = [place for place, proxy in enumerate(proxies) if 2 * proxy.rank <= proxy.dim]
+    bases, ahead = [proxies[place].basis for place in usable], [bool(led and led[place]) for place in usable]
+    found = random_spaces_beside(moment, bases, draws=draws, seed=seed, keep=keep, led=ahead)
+    known = dict(zip(usable, found, strict=True))
+    return [known.get(place) for place in range(len(proxies))]
 
 
 def _normals(

@@ -26,8 +26,8 @@ LEAST_WINDOWS = 32
 DRAWS = 199
 # Numbers held at one time by a table of products: caches hold the first, a GPU is busy with the second.
 TABLE_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 25}
-# Tokens up to which all products of two tokens are kept.
-KEPT_TOKENS = 8192
+# Tokens up to which all products of two tokens are kept, and windows whose products with others are made at once.
+KEPT_TOKENS, AT_ONCE = 8192, 8
 
 
 def place_in_windows(windows: Int[Tensor, " n"]) -> tuple[Int[Tensor, " n"], Int[Tensor, " n"]]:
@@ -68,18 +68,14 @@ class Pairing:
         return self.values.shape[2]
 
     @cached_property
-    def _own(self) -> tuple[Float[Tensor, "e d"], Float[Tensor, "w w"]]:
-        return _own_products(self.gradients, self.values)
-
-    @property
     def gradient(self) -> Float[Tensor, "e d"]:
         """G = Σ (a - ā)(h - h̄)ᵀ, up to a power of two."""
-        return self._own[0]
+        return self.gradients.flatten(0, 1).T @ self.values.flatten(0, 1)
 
-    @property
+    @cached_property
     def products(self) -> Float[Tensor, "w w"]:
         """⟨A_wᵀH_w, A_vᵀH_v⟩; their sum is ‖G‖²."""
-        return self._own[1]
+        return self._by_tokens[1] if self._few_tokens else _own_products(self.gradients, self.values)
 
     @cached_property
     def moment(self) -> Float[Tensor, "d d"]:
@@ -94,30 +90,36 @@ class Pairing:
     @cached_property
     def permuted_squares(self) -> Float[Tensor, " m"]:
         """‖G_π‖², float64."""
-        if self._by_tokens:
-            return _squares_by_tokens(self.gradients, self.values, self.permutations)
+        if self._few_tokens:
+            return self._by_tokens[0]
         return _squares_by_turns(self.gradients, self.values, self.permutations)[0]
 
+    @cached_property
+    def _by_tokens(self) -> tuple[Float[Tensor, " m"], Float[Tensor, "w w"]]:
+        return _squares_by_tokens(self.gradients, self.values, self.permutations)
+
     @property
-    def _by_tokens(self) -> bool:
+    def _few_tokens(self) -> bool:
         """Whether products of tokens need fewer multiplications than products of frequencies."""
         count, length, width = self.gradients.shape
         tokens, rings = count * length, len(self.permutations.rings)
         by_turns = rings * width * self.dim * (2 * tokens + count**2)
-        return tokens <= KEPT_TOKENS and tokens**2 * (width + self.dim + rings * count // 2) // 2 < by_turns
+        by_tokens = tokens**2 * (2 * width + self.dim + rings * count) // 2
+        return tokens <= KEPT_TOKENS and by_tokens < by_turns and len(self.permutations) > 0
 
     def permuted_energies(self, basis: Float[Tensor, "d r"]) -> Float[Tensor, " m"]:
         """‖G_πQ‖² / ‖G_π‖² for each permutation, float64, on the CPU."""
-        return self._energies(self.values @ basis.to(self.values), [basis])[0]
+        return self._energies([basis])[0]
 
-    def _energies(self, inside: Float[Tensor, "w t q"], bases: Sequence[Tensor]) -> Float[Tensor, "k m"]:
-        """The same for several bases at once, in which the states are known."""
-        if "permuted_squares" in self.__dict__ or self._by_tokens:
-            whole = self.permuted_squares
-            sizes = [one.shape[1] for one in bases]
-            squares = _squares_by_turns(self.gradients, inside, self.permutations, sizes=sizes)[1:]
+    def _energies(self, bases: Sequence[Tensor]) -> Float[Tensor, "k m"]:
+        """The same for several bases at once."""
+        if "permuted_squares" in self.__dict__ or self._few_tokens:
+            # With and without the mean, by one method and another: bases share most of what they span.
+            axes, whole = _span(bases, self.values), self.permuted_squares
+            inside = [axes.T @ one.to(axes) for one in bases]
+            squares = _squares_by_turns(self.gradients, self.values @ axes, self.permutations, inside)[1:]
         else:
-            whole, *each = _squares_by_turns(self.gradients, self.values, self.permutations, bases=bases)
+            whole, *each = _squares_by_turns(self.gradients, self.values, self.permutations, bases)
             self.__dict__["permuted_squares"], squares = whole, torch.stack(each)
         return (squares / whole).cpu()
 
@@ -128,7 +130,7 @@ class Pairing:
         own = torch.cat([some.mT @ inside for some in _columns(self.gradients, inside[:, 0].numel())], 1)
         flat = [part.flatten(1) for part in own.split(sizes, 2)]
         squares = torch.linalg.vector_norm(inside.flatten(0, 1), dim=0).double().square().cpu()
-        permuted = self._energies(inside, bases) if self.note is None else squares.new_empty(len(bases), 0)
+        permuted = self._energies(bases) if self.note is None else squares.new_empty(len(bases), 0)
         return [
             PairedIn(
                 products=(one @ one.T).double().cpu(),
@@ -217,18 +219,22 @@ def _beside(bases: Sequence[Tensor], like: Tensor) -> Float[Tensor, "d q"]:
     return torch.cat([one.to(like) for one in bases], 1)
 
 
-def _own_products(
-    gradients: Float[Tensor, "w t e"], values: Float[Tensor, "w t r"]
-) -> tuple[Float[Tensor, "e r"], Float[Tensor, "w w"]]:
-    """Σ_w B_w and ⟨B_w, B_v⟩ of B_w = A_wᵀX_w, some columns of A at a time."""
+def _span(bases: Sequence[Tensor], like: Tensor) -> Float[Tensor, "d q"]:
+    """An orthonormal basis of what several span together."""
+    every = _beside(bases, like).double()
+    squares, turn = (one.to(every) for one in torch.linalg.eigh((every.T @ every).cpu()))
+    kept = squares > 1e-12 * squares[-1]
+    return (every @ (turn[:, kept] / squares[kept].sqrt())).to(like)
+
+
+def _own_products(gradients: Float[Tensor, "w t e"], values: Float[Tensor, "w t r"]) -> Float[Tensor, "w w"]:
+    """⟨B_w, B_v⟩ of B_w = A_wᵀX_w, some columns of A at a time; float64."""
     count, rank = len(values), values.shape[2]
-    parts, products = [], torch.zeros(count, count, dtype=torch.float64, device=values.device)
+    products = torch.zeros(count, count, dtype=torch.float64, device=values.device)
     for some in _columns(gradients, count * rank):
-        own = some.mT @ values
-        flat = own.flatten(1)
-        products += (flat @ flat.T).double()
-        parts.append(own.sum(0))
-    return torch.cat(parts), products
+        own = (some.mT @ values).flatten(1)
+        products += (own @ own.T).double()
+    return products
 
 
 def _columns(gradients: Float[Tensor, "w t e"], each: int) -> tuple[Tensor, ...]:
@@ -241,18 +247,16 @@ def _squares_by_turns(
     gradients: Float[Tensor, "w t e"],
     values: Float[Tensor, "w t r"],
     permutations: Permutations,
-    *,
-    sizes: Sequence[int] = (),
     bases: Sequence[Tensor] = (),
 ) -> Float[Tensor, "k m"]:
-    """‖G_π‖² for G_π = Σ_w A_π(w)ᵀX_w; then that of each group of so many columns, or ‖G_πQ‖² for each of some bases.
+    """‖G_π‖² for G_π = Σ_w A_π(w)ᵀX_w; then ‖G_πQ‖² for each of some bases.
 
     Over the turns k of a ring the sum is a circular correlation, Σ_u A_{u+k}ᵀX_u, and so in frequencies along the ring
     a product for each. About e·r·(2n + w²) multiplications for a ring, transforms included.
     """
     count, length, rank = values.shape
     rings = permutations.rings.to(values.device)
-    squares = torch.zeros(1 + len(sizes or bases), rings.numel(), dtype=torch.float64, device=values.device)
+    squares = torch.zeros(1 + len(bases), rings.numel(), dtype=torch.float64, device=values.device)
     if not len(permutations):
         return squares[:, :0]
     cosines, sines = _waves(count, values)
@@ -275,10 +279,9 @@ def _squares_by_turns(
             found = found.view(count, -1, rank)
             here = slice(number * count, (number + 1) * count)
             squares[0, here] += torch.linalg.vector_norm(found.flatten(1), dim=1).double().square()
-            if sizes or bases:
-                inside = found @ _beside(bases, found) if bases else found
-                lengths = inside.square().sum(1).double()
-                parts = lengths.split(list(sizes) or [one.shape[1] for one in bases], 1)
+            if bases:
+                lengths = (found @ _beside(bases, found)).square().sum(1).double()
+                parts = lengths.split([one.shape[1] for one in bases], 1)
                 squares[1:, here] += torch.stack([part.sum(1) for part in parts])
     return squares[:, permutations.chosen.to(values.device)]
 
@@ -293,30 +296,45 @@ def _waves(count: int, like: Tensor) -> tuple[Float[Tensor, "f w"], Float[Tensor
 
 def _squares_by_tokens(
     gradients: Float[Tensor, "w t e"], values: Float[Tensor, "w t d"], permutations: Permutations
-) -> Float[Tensor, " m"]:
-    """‖G_π‖² = Σ_{w,v} ⟨A_π(w) A_π(v)ᵀ, H_w H_vᵀ⟩, from blocks of products of two tokens.
+) -> tuple[Float[Tensor, " m"], Float[Tensor, "w w"]]:
+    """‖G_π‖² = Σ_{w,v} ⟨A_π(w) A_π(v)ᵀ, H_w H_vᵀ⟩, from blocks of products of two tokens; and what `_own_products` is.
 
     Windows that are δ apart on the first ring are, after any turn, δ apart on another: one product for each δ serves
-    all turns of all rings. About n²(d + m/2) multiplications for m permutations.
+    all turns of all rings. About n²(e + d/2 + m/2) multiplications for m permutations.
     """
     count, length, _ = values.shape
-    if not len(permutations):
-        return torch.zeros(0, dtype=torch.float64, device=values.device)
-    blocks, flat = gradients.new_empty(count, count, length, length), gradients.flatten(0, 1)
-    # Some windows at a time against all: twice the products that symmetry leaves, in fewer and larger parts.
-    for some, rows in zip(blocks.split(8), flat.split(8 * length), strict=True):
-        some.copy_((rows @ flat.T).view(-1, length, count, length).transpose(1, 2))
+    blocks = gradients.new_empty(count, count, length, length)
+    for start in range(0, count, AT_ONCE):
+        rows, others = gradients[start : start + AT_ONCE], gradients[start:]
+        table = (rows.flatten(0, 1) @ others.flatten(0, 1).T).view(len(rows), length, len(others), length)
+        blocks[start : start + AT_ONCE, start:] = table.transpose(1, 2)
+        blocks[start:, start : start + AT_ONCE] = table.permute(2, 0, 3, 1)
     rings, place = permutations.rings.to(values.device), torch.arange(count, device=values.device)
-    # Twice around: those that are δ further on are a part, not a copy.
-    around = values[torch.cat([rings[0], rings[0]])]
+    beside = _products_along(values[rings[0]])
     # Row k, column u: where the window at place u of the first ring is after k turns.
     turned = (place[:, None] + place) % count
     squares = torch.zeros(rings.shape, dtype=torch.float64, device=values.device)
-    for apart in range(count // 2 + 1):
-        beside = around[:count] @ around[apart : apart + count].mT
-        met = blocks[rings, rings.roll(-apart, 1)]
-        table = (met.flatten(0, 1).flatten(1) @ beside.flatten(1).T).view(len(rings), count, count)
+    products = squares.new_zeros(count, count)
+    for apart, here in enumerate(beside):
+        further = rings.roll(-apart, 1)
+        met = blocks[rings, further].flatten(0, 1)
+        table = (met.flatten(1) @ here.flatten(1).T).view(len(rings), count, count)
         # Pairs that are -δ apart give the same; 0 and half the ring are their own negatives.
         twice = 1 if 2 * apart in (0, count) else 2
         squares += twice * table[:, turned, place].double().sum(2)
-    return squares.flatten()[permutations.chosen.to(values.device)]
+        products[rings[0], further[0]] = products[further[0], rings[0]] = table[0].diagonal().double()
+    return squares.flatten()[permutations.chosen.to(values.device)], products
+
+
+def _products_along(ring: Float[Tensor, "w t d"]) -> Float[Tensor, "f w t t"]:
+    """H_u H_vᵀ of each window and of those that follow it, v = u + δ for δ up to half the ring."""
+    count, length, _ = ring.shape
+    half = count // 2 + 1
+    around = torch.cat([ring, ring[:half]])
+    found = ring.new_empty(half, count, length, length)
+    for start in range(0, count, AT_ONCE):
+        rows = around[start : min(start + AT_ONCE, count)]
+        table = rows.flatten(0, 1) @ around[start : start + len(rows) + half - 1].flatten(0, 1).T
+        for number, row in enumerate(table.view(len(rows), length, -1, length).transpose(1, 2)):
+            found[:, start + number] = row[number : number + half]
+    return found
