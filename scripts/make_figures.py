@@ -3,8 +3,9 @@
 Runs: docs/runs/large (two trainings of 250 M tokens, 12 blocks x 512, measured live), docs/runs/pocket (six small ones,
 measured live), docs/runs/pocket-sites (the two pocket models at every site, with owners, embedding matrices and several
 window lengths), docs/runs/pocket-alignment and docs/runs/pocket-alignment-encoder (gradients of two trainings),
-docs/runs/pocket-gradients (gradients of twelve), docs/runs/pocket-concepts, docs/runs/pocket-curvature (one training)
-and docs/runs/pocket-curvature-encoder (one of the twelve). All but the first two were made with
+docs/runs/pocket-gradients (gradients of twelve), docs/runs/large-gradients (of two larger ones),
+docs/runs/pocket-concepts, docs/runs/pocket-curvature (one training) and docs/runs/pocket-curvature-encoder (one of the
+twelve). All but the first two were made with
 
     for model in pocket-decoder pocket-encoder:
         anisoscope measure MODEL --tokens 16384 --seq-len 256 -o docs/runs/pocket-sites --owners
@@ -26,6 +27,14 @@ and docs/runs/pocket-curvature-encoder (one of the twelve). All but the first tw
                          --metrics alignment,pinning,leading_variance,loss --populations typical --sites 'block.*'
                          --tokens 8192 --seq-len 128 --batch-points 2048
         (without its attachments, and without the units that hold proxies of earlier checkpoints)
+    for kind, layout in (decoder, gpt_neox), (encoder, eurobert):
+        anisoscope train --corpus enwik8 --kind KIND --layout LAYOUT --layers 12 --width 512 --heads 8 --vocabulary 8192
+                         --seq-len 512 --batch-size 128 --steps 3816 --learning-rate 1e-3 --warmup 200 --compile
+                         --checkpoints 14 --watch none -o large-KIND
+        anisoscope sweep large-KIND --corpus heldout:enwik8 --follow -o docs/runs/large-gradients
+                         --metrics alignment,pinning,leading_variance,loss --populations typical
+                         --sites 'block.*,final_norm' --tokens 16384 --seq-len 128
+        (without its attachments)
     anisoscope sweep pocket-decoder --corpus enwik8 --metrics concepts --sites block.3 --tokens 8192 --seq-len 128
                      -o docs/runs/pocket-concepts
     anisoscope sweep pocket-decoder --corpus enwik8 --metrics curvature --populations content --tokens 32768
@@ -74,6 +83,12 @@ SHOWN = {
         "alignment_bins-pocket-decoder-a1.0-seed0-heldout-enwik8-typical",
         "alignment_bins-pocket-encoder-a1.0-seed0-heldout-enwik8-typical",
     ),
+    "large-gradients": (
+        "alignment-large-decoder-heldout-enwik8-typical-mean-in",
+        "alignment-large-encoder-heldout-enwik8-typical-mean-in",
+        "alignment_bins-large-encoder-heldout-enwik8-typical",
+        "dynamics-centroid_distance",
+    ),
     "pocket-concepts": ("concepts-pocket-decoder-block.3",),
     "pocket-curvature": ("curvature-enwik8-content",),
     "pocket-curvature-encoder": ("curvature-heldout-enwik8-content",),
@@ -108,7 +123,7 @@ def main() -> None:
 
 def file_name(run: str, figure: str) -> str:
     """The large models' profile is not to overwrite the pocket models' one."""
-    return f"large-{figure}" if run == "large" and "large" not in figure else figure
+    return f"large-{figure}" if run.startswith("large") and "large" not in figure else figure
 
 
 def shrink(path: Path) -> None:
@@ -122,7 +137,7 @@ def find_figures(runs: Iterable[str] = tuple(SHOWN)) -> Iterator[tuple[str, figu
     """The figures shown, each with the name of its run; refused where a run no longer has one."""
     for run in runs:
         wanted, store = SHOWN[run], Store(DOCS / "runs" / run)
-        table, few = store.table(), run not in ("pocket", "large", "pocket-gradients")
+        table, few = store.table(), run not in ("pocket", "large", "pocket-gradients", "large-gradients")
         units = [store.get(key) for key in sorted(store.keys())] if few else []
         found = figures.catalogue(table, units=units, verdicts=judge(table) if run == "pocket" else ())
         there = {figure.name: figure for figure in found if figure.error is None}
