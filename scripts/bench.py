@@ -710,7 +710,7 @@ def race_alignment(peers: None, quick: bool) -> Iterator[Result]:
         torch.manual_seed(0)
         return adopt(build_model(recipe, tokenizer).to(device), tokenizer)
 
-    largest = (24, 2048) if device == "cuda" else (30, 576)
+    largest = (12, 2048) if device == "cuda" else (30, 576)
     sizes = ((6, 112), (12, 512)) if quick else ((6, 112), (12, 512), largest)
     for layers, width in sizes:
         model = load_model("pocket-decoder", device=device) if width == 112 else untrained(layers, width)
