@@ -110,7 +110,7 @@ def test_the_reported_error_is_the_true_one_during_the_iterations_and_after(
     bases, fits = returned_by(monkeypatch, "_leading_basis"), returned_by(monkeypatch, "_alternate")
     points = cloud.to(dtype)
     found = semi_nmf(points, 6, seed=0, iterations=25)
-    basis, (codes, directions, _, _) = bases[0], fits[0]
+    basis, codes, directions = (one[0] for one in (bases[0], *fits[0][:2]))
     assert basis.shape[1] == 24 < points.shape[1]
     scale = 2.0 ** torch.floor(torch.log2(points.abs().max())).double()
     inside = direct_error(points / scale, codes.T, directions @ basis.T.double())
@@ -179,7 +179,7 @@ def reference_errors(points: Tensor, codes: Tensor, iterations: int) -> list[flo
 @pytest.mark.parametrize("name", ["around the origin", "off the origin", "planted with noise", "isotropic"])
 def test_it_ends_no_worse_than_exact_alternation_from_the_same_start(name: str) -> None:
     points = CLOUDS[name]()[:60, :20]
-    start = seminmf._start(points, 4, torch.Generator().manual_seed(3)).T
+    start = seminmf._start(points[None], 4, torch.Generator().manual_seed(3))[0].T
     found = semi_nmf(points.float(), 4, seed=3)
     assert float(found.errors[-1]) <= reference_errors(points, start, 15)[-1] + 1e-3
 
@@ -233,12 +233,28 @@ def test_products_that_torch_may_round_further_are_made_in_float64(monkeypatch: 
 
 def test_an_idle_code_is_put_to_use() -> None:
     points = mixed(200, 40, 4)
-    start = seminmf._start(points, 4, torch.Generator().manual_seed(0))
-    start[1:3] = 0
-    codes, directions, squares, _ = seminmf._alternate(points, start, 0.0, 300, 1e-4)
-    assert bool((codes.amax(1) > 0).all())
-    assert direct_error(points, codes.T, directions) <= 1e-9
-    assert float(torch.tensor(squares).diff().max()) <= 1e-12
+    start = seminmf._start(points[None], 4, torch.Generator().manual_seed(0))
+    start[:, 1:3] = 0
+    codes, directions, squares, _ = seminmf._alternate(points[None], start, torch.zeros(1), 300, 1e-4)
+    assert bool((codes.amax(2) > 0).all())
+    assert direct_error(points, codes[0].T, directions[0]) <= 1e-9
+    assert float(torch.tensor(squares[0]).diff().max()) <= 1e-12
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_clouds_side_by_side_are_factorised_as_if_each_were_alone(known: bool) -> None:
+    # They settle at different times, one has an idle code, and all but one are filled up.
+    clouds = [decaying(400, 60), mixed(300, 60, 6) + 0.1 * normal(300, 60, seed=9), normal(250, 60), mixed(90, 60, 3)]
+    axes = [torch.linalg.svd(one, full_matrices=False).Vh.T for one in clouds] if known else None
+    together = seminmf.semi_nmfs(clouds, 6, seed=2, tolerance=1e-3, axes=axes)
+    lengths = set()
+    for place, (cloud, found) in enumerate(zip(clouds, together, strict=True)):
+        alone = semi_nmf(cloud, 6, seed=2, tolerance=1e-3, axes=axes[place] if axes else None)
+        assert found.converged == alone.converged
+        torch.testing.assert_close(found.errors, alone.errors, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(found.codes @ found.directions, alone.codes @ alone.directions, rtol=1e-6, atol=1e-6)
+        lengths.add(len(found.errors))
+    assert len(lengths) > 1
 
 
 DEGENERATE: dict[str, Callable[[], Tensor]] = {

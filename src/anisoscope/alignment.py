@@ -11,8 +11,9 @@ by their columns:
     bin       of token frequency, rarest first, at equal token mass
 """
 
+import itertools
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -28,12 +29,14 @@ from anisoscope.past import Past, sketch
 from anisoscope.probed import Probed, ProbeRow
 from anisoscope.records import Site
 from anisoscope.tangent.energies import uncoupled_alignments
-from anisoscope.tangent.proxies import Proxy, fit_globals, without_mean
+from anisoscope.tangent.proxies import Proxy, fit_each, fit_globals, without_mean
 
 VIEWS = ("enrichment", "removal", "trend", "turn")
 GRADIENTS = ("virtual", "activation")
 PROXIES = ("pca", "seminmf")
 CONTROLS = ("type_disjoint",)
+# Numbers of states that are fitted on at one time.
+FITTED_ELEMENTS = 1 << 28
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -54,13 +57,12 @@ def align(probed: Probed, names: Collection[str], past: Past | None = None) -> A
     aligned = Aligned(rows=[], attachments={})
     own = probed.spec.proxy_from is None
     usual = dict.fromkeys(name for item in found.values() for name in item.populations)
-    for site in probed.sites if found else ():
-        for population in probed.spec.populations or usual:
-            place = analysis.place(site, population)
-            proxies, held = analysis.fit(place), analysis.hold(place)
+    for places in analysis.places(probed.spec.populations or tuple(usual)):
+        for place, proxies in zip(places, analysis.fit(places), strict=True):
+            held = analysis.hold(place)
             if own:
                 aligned.rows.extend(analysis.at(held, proxies))
-                aligned.attachments.update(sketch(site, population, place.fitted, proxies))
+                aligned.attachments.update(sketch(place.site, place.population, place.fitted, proxies))
             if past is not None:
                 aligned.rows.extend(analysis.against_past(held, proxies, past))
     if own and found:
@@ -87,6 +89,17 @@ class _Analysis:
         self.type_disjoint = "type_disjoint" in spec.controls
         self.proxies = tuple(dict.fromkeys((spec.proxy, *PROXIES)))
 
+    def places(self, populations: Sequence[str]) -> Iterator[list[Place]]:
+        """One at a time; several on a GPU, which hardly needs longer to fit the proxies of many than those of one."""
+        some: list[Place] = []
+        for site, population in itertools.product(self.probed.sites, populations):
+            some.append(self.place(site, population))
+            if not some[0].fitted.is_cuda or sum(one.fitted.numel() for one in some) > FITTED_ELEMENTS:
+                yield some
+                some = []
+        if some:
+            yield some
+
     def place(self, site: Site, population: str) -> Place:
         probed = self.probed
         states, here = probed.fit_states[site], probed.gradients.sites[site]
@@ -109,11 +122,11 @@ class _Analysis:
     def rank_in(self, width: int) -> int:
         return min(self.probed.spec.rank, width // 2)
 
-    def fit(self, place: Place) -> dict[str, Proxy]:
-        """The proxies that are one space for all tokens."""
-        rank = self.rank_in(place.fitted.shape[1])
+    def fit(self, places: Sequence[Place]) -> list[dict[str, Proxy]]:
+        """The proxies of each that are one space for all tokens."""
         methods = [name for name in self.proxies if name != "local_pca"]
-        return fit_globals(place.fitted, methods=methods, rank=rank, seed=self.seed)
+        ranks = [self.rank_in(place.fitted.shape[1]) for place in places]
+        return fit_each([[place.fitted] for place in places], methods=methods, ranks=ranks, seed=self.seed)
 
     def at(self, held: Held, proxies: Mapping[str, Proxy]) -> Iterator[ProbeRow]:
         """Everything of one place, with the proxies of this checkpoint."""
@@ -149,7 +162,7 @@ class _Analysis:
         keep = place.keep & ~first[self.probed.gradients.tokens.ids]
         other = replace(place, fitted=place.fitted[mine], fitted_types=place.fitted_types[mine], keep=keep)
         held = self.hold(other)
-        yield from held.enrichment([(n, one, f"{WITH_MEAN};split=types") for n, one in self.fit(other).items()])
+        yield from held.enrichment([(n, one, f"{WITH_MEAN};split=types") for n, one in self.fit([other])[0].items()])
 
     def of_modules(self) -> Iterator[ProbeRow]:
         """Gradients of linear modules and of embedding rows, where they are asked for; the proxy is of their inputs."""
@@ -181,7 +194,7 @@ class _Analysis:
                 keep=keep,
             )
             held = Held(probed, self.metrics, place, ("linear",))
-            yield from held.enrichment([(name, proxy, WITH_MEAN) for name, proxy in self.fit(place).items()])
+            yield from held.enrichment([(name, proxy, WITH_MEAN) for name, proxy in self.fit([place])[0].items()])
         if test.embedding is not None:
             yield from self._embedding(test.embedding.read, test.embedding.types, "embed")
             if test.embedding.predicted is not None:

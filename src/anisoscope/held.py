@@ -98,9 +98,9 @@ class Held:
         proxies = [proxy for _, proxy, _ in usable]
         found: dict[str, list[Alignment]] = {}
         led = [variant == WITH_MEAN and "tangent_anisotropy_share" in self.metrics for _, _, variant in usable]
-        for gradient in self.gradients:
-            moment = self.moments[gradient]
-            spaces = spaces_beside(moment, proxies, seed=self.seed, keep=LED_DRAWS, led=led)
+        moments = list(self.moments.values())
+        every = spaces_beside(moments, proxies, seed=self.seed, keep=LED_DRAWS, led=led)
+        for gradient, moment, spaces in zip(self.moments, moments, every, strict=True):
             self.spaces |= {
                 (gradient, name): one
                 for (name, _, variant), one in zip(usable, spaces, strict=True)

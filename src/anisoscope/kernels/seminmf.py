@@ -11,11 +11,13 @@ never above the second, since the corners of a simplex of r - 1 dimensions reach
 the points may be widened: the error singles out the span of D at best, never D.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from anisoscope.errors import SpecError, StatesError
 from anisoscope.kernels.gram import for_products, power_of_two_scale, squared_norms, working_dtype
@@ -61,30 +63,53 @@ def semi_nmf(
     (ZᵀZ)⁻¹ZᵀA. They end when CHECK_EVERY of them have lowered the error by no more than the tolerance times the error.
     `axes` are the right singular vectors of the points, leading first, where they are known: Q is made of them then.
     """
+    known = None if axes is None else [axes]
+    return semi_nmfs([points], rank, seed=seed, iterations=iterations, tolerance=tolerance, axes=known)[0]
+
+
+def semi_nmfs(
+    clouds: Sequence[Float[Tensor, "_ d"]],
+    rank: int,
+    *,
+    seed: int,
+    iterations: int = 500,
+    tolerance: float = 1e-4,
+    axes: Sequence[Float[Tensor, "d k"]] | None = None,
+) -> list[SemiNMF]:
+    """Factorise several clouds side by side, each as if alone: a GPU hardly needs longer for all than for one."""
     if min(rank, iterations) < 1:
         raise SpecError(f"a factorisation needs rank and iterations of at least 1; got {rank} and {iterations}")
-    scale, whole = _scaled(points)
+    scales, scaled = map(list, zip(*map(_scaled, clouds), strict=True))
+    # Rows of zeros, which fill up shorter clouds, have zero codes and change nothing.
+    whole = pad_sequence(scaled, batch_first=True) if len(scaled) > 1 else scaled[0][None]
     generator = torch.Generator().manual_seed(seed)
     codes = _start(whole, rank, generator)
     width = BASIS_WIDTH * rank
-    if axes is not None and width <= axes.shape[1] and width < whole.shape[1]:
-        basis = axes[:, :width].to(whole)
+    if axes is not None and width <= axes[0].shape[1] and width < whole.shape[2]:
+        basis = torch.stack([one[:, :width].to(whole) for one in axes])
     else:
         basis = _leading_basis(whole, width, generator)
     narrow = whole @ basis
-    dropped = _squared_error(narrow.T, basis.T, whole)
+    dropped = _squared_errors(narrow.mT, basis.mT, whole)
     codes, inside, squares, converged = _alternate(narrow, codes, dropped, iterations, tolerance)
-    directions = _least_squares(codes, whole, inside @ basis.T.double())
-    lengths = directions.norm(dim=1, keepdim=True)
+    directions = _least_squares(codes, whole, inside @ basis.mT.double())
+    lengths = directions.norm(dim=2, keepdim=True)
     codes, directions = codes * lengths.to(codes), torch.where(lengths > 0, directions / lengths, 0).to(codes)
-    squares.append(_squared_error(codes, directions, whole))
-    total, dtype = float(squared_norms(whole).sum()), working_dtype(points.dtype)
-    return SemiNMF(
-        codes=(codes.T * scale).to(dtype),
-        directions=directions.to(dtype),
-        errors=(torch.tensor(squares, dtype=torch.float64, device=points.device) / (total or 1)).sqrt(),
-        converged=converged,
-    )
+    for history, last in zip(squares, _squared_errors(codes, directions, whole).tolist(), strict=True):
+        history.append(last)
+    found = []
+    for place, (cloud, points) in enumerate(zip(clouds, scaled, strict=True)):
+        total, dtype = float(squared_norms(points).sum()), working_dtype(cloud.dtype)
+        errors = torch.tensor(squares[place], dtype=torch.float64, device=cloud.device) / (total or 1)
+        found.append(
+            SemiNMF(
+                codes=(codes[place, :, : len(points)].T * scales[place]).to(dtype),
+                directions=directions[place].to(dtype),
+                errors=errors.sqrt(),
+                converged=converged[place],
+            )
+        )
+    return found
 
 
 def encode(points: Float[Tensor, "n d"], directions: Float[Tensor, "r d"]) -> Float[Tensor, "n r"]:
@@ -117,72 +142,104 @@ def _scaled(points: Tensor) -> tuple[Tensor, Tensor]:
     return scale, for_products(raw / scale.to(raw.dtype))
 
 
-def _start(points: Tensor, rank: int, generator: torch.Generator) -> Tensor:
-    """Positive parts of random projections, (r, n); of their negatives where all points lie on that side."""
-    codes = torch.randn(rank, points.shape[1], generator=generator, dtype=torch.float64).to(points) @ points.T
-    return torch.where(codes.amax(1, keepdim=True) > 0, codes, -codes).clamp_min_(0)
+def _start(points: Float[Tensor, "s n d"], rank: int, generator: torch.Generator) -> Float[Tensor, "s r n"]:
+    """Positive parts of random projections; of their negatives where all points lie on that side."""
+    codes = torch.randn(rank, points.shape[2], generator=generator, dtype=torch.float64).to(points) @ points.mT
+    return torch.where(codes.amax(2, keepdim=True) > 0, codes, -codes).clamp_min_(0)
 
 
-def _leading_basis(points: Tensor, width: int, generator: torch.Generator) -> Tensor:
+def _leading_basis(points: Float[Tensor, "s n d"], width: int, generator: torch.Generator) -> Float[Tensor, "s d m"]:
     """Q by subspace iteration; the identity where it would be as wide as the points."""
-    d = points.shape[1]
+    count, _, d = points.shape
     if width >= d:
-        return torch.eye(d, dtype=points.dtype, device=points.device)
+        return torch.eye(d, dtype=points.dtype, device=points.device).expand(count, d, d)
     basis = torch.randn(d, width, generator=generator, dtype=torch.float64).to(points)
     for _ in range(BASIS_PASSES):
-        basis = torch.linalg.qr(points.T @ (points @ basis)).Q
+        basis = torch.linalg.qr(points.mT @ (points @ basis)).Q
     return basis
 
 
 def _alternate(
-    points: Tensor, codes: Tensor, dropped: float, iterations: int, tolerance: float
-) -> tuple[Tensor, Tensor, list[float], bool]:
-    """Codes (r, n), directions (float64), squared errors and whether they settled.
+    points: Float[Tensor, "s n d"],
+    codes: Float[Tensor, "s r n"],
+    dropped: Float[Tensor, " s"],
+    iterations: int,
+    tolerance: float,
+) -> tuple[Float[Tensor, "s r n"], Float[Tensor, "s r d"], list[list[float]], list[bool]]:
+    """Codes, directions (float64), squared errors and whether they settled.
 
     Each iteration extrapolates Z and D along their last change, steps Z and solves for D. One that raised the error is
     undone, and the next goes without momentum (Ang and Gillis 2019).
     """
-    directions = _least_squares(codes, points, points.new_zeros(len(codes), points.shape[1], dtype=torch.float64))
-    squares, momentum = [dropped + _squared_error(codes, directions, points)], 0
+    directions = _least_squares(codes, points, codes.new_zeros(*codes.shape[:2], points.shape[2], dtype=torch.float64))
+    squares = [[one] for one in (dropped + _squared_errors(codes, directions, points)).tolist()]
+    momentum, settled = [0] * len(squares), [False] * len(squares)
     last_codes, last_directions = codes, directions
     for iteration in range(1, iterations + 1):
-        if iteration % CHECK_EVERY == 1 and bool((idle := codes.amax(1) == 0).any()):
-            directions, momentum = _redirect(idle, codes, directions, points), 0
-        weight = 1 + momentum / (momentum + 3)
-        ahead = torch.lerp(last_directions, directions, weight) if momentum else directions
+        if iteration % CHECK_EVERY == 1 and bool((idle := codes.amax(2) == 0).any()):
+            directions = directions.clone()
+            for place in idle.any(1).nonzero().flatten().tolist():
+                directions[place] = _redirect(idle[place], codes[place], directions[place], points[place])
+                momentum[place] = 0
+        ahead = _extrapolate(last_directions, directions, momentum)
         shrink, shift = _gradient_step(ahead, points)
-        new_codes = _step_codes(torch.lerp(last_codes, codes, weight) if momentum else codes, shrink, shift)
+        new_codes = _step_codes(_extrapolate(last_codes, codes, momentum), shrink, shift)
         new_directions = _least_squares(new_codes, points, ahead)
-        error = dropped + _squared_error(new_codes, new_directions, points)
-        if error <= squares[-1]:
-            last_codes, last_directions, momentum = codes, directions, momentum + 1
-            codes, directions = new_codes, new_directions
-        elif momentum:
-            error, momentum = squares[-1], 0
-        else:
-            # Steps from Z itself no longer lower the error: what is left is rounding.
-            return codes, directions, squares, True
-        squares.append(error)
-        # A relative change of the error is half that of its square.
-        if iteration % CHECK_EVERY == 0 and squares[-1 - CHECK_EVERY] - error <= 2 * tolerance * error:
-            return codes, directions, squares, True
-    return codes, directions, squares, False
+        errors = (dropped + _squared_errors(new_codes, new_directions, points)).tolist()
+        better = [not settled[place] and error <= squares[place][-1] for place, error in enumerate(errors)]
+        last_codes, codes = _choose(better, codes, last_codes), _choose(better, new_codes, codes)
+        last_directions, directions = (
+            _choose(better, directions, last_directions),
+            _choose(better, new_directions, directions),
+        )
+        for place, error in enumerate(errors):
+            history = squares[place]
+            if settled[place]:
+                continue
+            if not better[place] and not momentum[place]:
+                # Steps from Z itself no longer lower the error: what is left is rounding.
+                settled[place] = True
+                continue
+            history.append(error if better[place] else history[-1])
+            momentum[place] = momentum[place] + 1 if better[place] else 0
+            # A relative change of the error is half that of its square.
+            if iteration % CHECK_EVERY == 0 and history[-1 - CHECK_EVERY] - history[-1] <= 2 * tolerance * history[-1]:
+                settled[place] = True
+        if all(settled):
+            break
+    return codes, directions, squares, settled
 
 
-def _gradient_step(directions: Tensor, points: Tensor) -> tuple[Tensor, Tensor]:
+def _extrapolate(last: Float[Tensor, "s r k"], now: Float[Tensor, "s r k"], momentum: Sequence[int]) -> Tensor:
+    """Along the last change, each by a weight of its own."""
+    weights = [1 + one / (one + 3) for one in momentum]
+    if len(set(weights)) == 1:
+        return torch.lerp(last, now, weights[0]) if momentum[0] else now
+    return torch.lerp(last, now, now.new_tensor(weights)[:, None, None])
+
+
+def _choose(first: Sequence[bool], one: Tensor, other: Tensor) -> Tensor:
+    """Of two stacks the first's where it is said, else the other's."""
+    if all(first) or not any(first):
+        return one if all(first) else other
+    return torch.where(torch.tensor(first, device=one.device)[:, None, None], one, other)
+
+
+def _gradient_step(directions: Float[Tensor, "*s r d"], points: Float[Tensor, "*s n d"]) -> tuple[Tensor, Tensor]:
     """W and b of a gradient step z ← Wz + b on ‖a - zD‖², for codes as columns.
 
     W = I - SG, b = SDa with G = DDᵀ and S = diag(G)⁻¹ / L, so that the lengths of directions do not matter. L bounds
     the largest eigenvalue of C = diag(G)^-½ G diag(G)^-½ without a decomposition: λ₁ ≤ ‖C¹⁶‖_F^(1/16) ≤ r^(1/32) λ₁.
     """
-    gram = directions @ directions.T
-    inverse = torch.where(gram.diagonal() > 0, 1 / gram.diagonal(), 0)
-    power = gram * inverse.sqrt()[:, None] * inverse.sqrt()
+    gram = directions @ directions.mT
+    lengths = gram.diagonal(dim1=-2, dim2=-1)
+    inverse = torch.where(lengths > 0, 1 / lengths, 0)[..., None]
+    power = gram * inverse.sqrt() * inverse.sqrt().mT
     for _ in range(4):
         power = power @ power
-    sizes = (inverse / power.norm().pow(1 / 16).clamp_min(1))[:, None]
-    shrink = torch.eye(len(gram), dtype=gram.dtype, device=gram.device) - sizes * gram
-    return shrink.to(points), (sizes * directions).to(points) @ points.T
+    sizes = inverse / torch.linalg.matrix_norm(power, keepdim=True).pow(1 / 16).clamp_min(1)
+    shrink = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device) - sizes * gram
+    return shrink.to(points), (sizes * directions).to(points) @ points.mT
 
 
 def _step_codes(codes: Tensor, shrink: Tensor, shift: Tensor) -> Tensor:
@@ -192,36 +249,40 @@ def _step_codes(codes: Tensor, shrink: Tensor, shift: Tensor) -> Tensor:
     """
     ahead = codes
     for step in range(CODE_STEPS):
-        previous, codes = codes, torch.addmm(shift, shrink, ahead).clamp_min_(0)
+        previous, codes = codes, torch.baddbmm(shift, shrink, ahead).clamp_min_(0)
         ahead = torch.lerp(previous, codes, 1 + step / (step + 3))
     return codes
 
 
-def _least_squares(codes: Tensor, points: Tensor, start: Tensor) -> Tensor:
+def _least_squares(
+    codes: Float[Tensor, "s r n"], points: Float[Tensor, "s n d"], start: Float[Tensor, "s r d"]
+) -> Float[Tensor, "s r d"]:
     """D = (ZᵀZ)⁻¹ZᵀA in float64, damped so that dependent codes keep the D they start from.
 
     D₀ + S(SMS + ρI)⁻¹S(ZᵀA - MD₀) with M = ZᵀZ and S = diag(M)^-½ never raises the error, and where it leaves D₀ as it
     was, D₀ is a least squares solution.
     """
-    gram, products = (codes @ codes.T).double(), (codes @ points).double()
-    scales = torch.where(gram.diagonal() > 0, gram.diagonal().rsqrt(), 0)[:, None]
+    gram, products = (codes @ codes.mT).double(), (codes @ points).double()
+    lengths = gram.diagonal(dim1=1, dim2=2)
+    scales = torch.where(lengths > 0, lengths.rsqrt(), 0)[..., None]
     # Above the rounding of M, which may leave it indefinite.
-    damping = 16 * len(gram) * torch.finfo(codes.dtype).eps * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
-    factor = torch.linalg.cholesky_ex(gram * scales * scales.T + damping).L
+    rank = gram.shape[-1]
+    damping = 16 * rank * torch.finfo(codes.dtype).eps * torch.eye(rank, dtype=gram.dtype, device=gram.device)
+    factor = torch.linalg.cholesky_ex(gram * scales * scales.mT + damping).L
     return start + scales * torch.cholesky_solve(scales * (products - gram @ start), factor)
 
 
-def _residual(codes: Tensor, directions: Tensor, points: Tensor) -> Tensor:
-    return torch.addmm(points, codes.T, directions.to(points), alpha=-1)
+def _residuals(codes: Tensor, directions: Tensor, points: Tensor) -> Float[Tensor, "s n d"]:
+    return torch.baddbmm(points, codes.mT, directions.to(points), alpha=-1)
 
 
-def _squared_error(codes: Tensor, directions: Tensor, points: Tensor) -> float:
+def _squared_errors(codes: Tensor, directions: Tensor, points: Tensor) -> Float[Tensor, " s"]:
     """‖A - ZD‖² itself: ‖A‖² - ⟨D, ZᵀA⟩ costs less and loses all digits where the fit is close."""
-    return float(torch.linalg.vector_norm(_residual(codes, directions, points), dim=1).double().square().sum())
+    return torch.linalg.vector_norm(_residuals(codes, directions, points), dim=2).double().square().sum(1)
 
 
-def _redirect(idle: Tensor, codes: Tensor, directions: Tensor, points: Tensor) -> Tensor:
-    """Turn directions that no point uses to the points that the others miss most, which leaves ZD as it is."""
-    residual = _residual(codes, directions, points)
+def _redirect(idle: Tensor, codes: Tensor, directions: Tensor, points: Tensor) -> Float[Tensor, "r d"]:
+    """Turn directions of one cloud that no point uses to the points that the others miss most: ZD stays as it is."""
+    residual = _residuals(codes[None], directions[None], points[None])[0]
     worst = squared_norms(residual).topk(min(int(idle.sum()), len(points))).indices
     return directions.index_copy(0, idle.nonzero().flatten()[: len(worst)], residual[worst].double())

@@ -97,7 +97,7 @@ def anisotropy_shares(
     usable = [place for place, note in enumerate(notes) if note is None]
     if spaces is None:
         known = [proxies[place].basis for place in usable]
-        found = random_spaces_beside(moment, known, draws=draws, seed=seed, keep=min(draws, LED_DRAWS))
+        found = random_spaces_beside([moment], known, draws=draws, seed=seed, keep=min(draws, LED_DRAWS))[0]
         spaces = [found[usable.index(place)] if place in usable else None for place in range(len(proxies))]
     every: dict[int, Tensor] = {}
     for place in usable:

@@ -79,28 +79,28 @@ def random_spaces(
     moment: Float[Tensor, "d d"], basis: Float[Tensor, "d r"], *, draws: int = DRAWS, seed: int = 0, keep: int = 0
 ) -> RandomSpaces:
     """N5 and N1 for one basis; see `random_spaces_beside`."""
-    return random_spaces_beside(moment, [basis], draws=draws, seed=seed, keep=keep)[0]
+    return random_spaces_beside([moment], [basis], draws=draws, seed=seed, keep=keep)[0][0]
 
 
 def random_spaces_beside(
-    moment: Float[Tensor, "d d"],
+    moments: Sequence[Float[Tensor, "d d"]],
     bases: Sequence[Tensor],
     *,
     draws: int = DRAWS,
     seed: int = 0,
     keep: int = 0,
     led: Sequence[bool] | None = None,
-) -> list[RandomSpaces]:
-    """N5 and N1 from the same normal matrices Ω for every basis, without forming an orthonormal basis of each.
+) -> list[list[RandomSpaces]]:
+    """N5 and N1 for each moment and basis, from the same random spaces, without forming an orthonormal basis of each.
 
-    The span of Ω is uniform, and so is that of W = (I - QQᵀ)Ω in the complement:
-    E = tr((ΩᵀΩ)⁻¹ΩᵀCΩ) / tr C, and the same with W. Only CΩ is a large product, and bases of one rank share it: what
+    With the rows of Ω an orthonormal basis of a uniform subspace, that of W = Ω(I - QQᵀ) is uniform in the complement:
+    E = tr(ΩCΩᵀ) / tr C, and tr((WWᵀ)⁻¹WCWᵀ) / tr C. Only ΩC is a large product, and bases of one rank share it: what
     they differ in are products with Q. Squares and `keep` bases are made for those that are `led` (all, where that is
     not said). Within 1e-5 of float64, relative, where the moment is float32.
     """
-    found: dict[int, RandomSpaces] = {}
-    dim, ahead = len(moment), [True] * len(bases) if led is None else led
-    for rank in {one.shape[1] for one in bases}:
+    found: list[dict[int, RandomSpaces]] = [{} for _ in moments]
+    ahead = [True] * len(bases) if led is None else led
+    for dim, rank in {tuple(one.shape) for one in bases if moments}:
         if 2 * rank > dim:
             raise SpecError(
                 f"rank {rank} of {dim} coordinates leaves no normal space of the same rank: at most {dim // 2}"
@@ -109,74 +109,99 @@ def random_spaces_beside(
         places.sort(key=lambda place: not ahead[place])
         first = sum(ahead[place] for place in places)
         exact = dim - 2 * rank < SPARE_NORMALS or dim <= EXACT_DIM
-        against = moment.double() if exact else moment
-        axes = torch.stack([bases[place].to(against) for place in places])
+        against = [one.double() if exact else one for one in moments]
+        axes = torch.stack([bases[place].to(against[0]) for place in places])
         if exact:
             # WWᵀ is a difference: a basis orthonormal to 1e-7 would leave it indefinite where W is nearly square.
             axes = torch.linalg.qr(axes).Q
-        found |= dict(zip(places, _spaces_of_rank(against, axes, draws, seed, keep, first), strict=True))
-    return [found[place] for place in range(len(bases))]
+        for known, spaces in zip(found, _spaces_of_rank(against, axes, draws, seed, keep, first), strict=True):
+            known |= dict(zip(places, spaces, strict=True))
+    return [[known[place] for place in range(len(bases))] for known in found]
 
 
 def _spaces_of_rank(
-    moment: Float[Tensor, "d d"], bases: Float[Tensor, "k d r"], draws: int, seed: int, keep: int, led: int
-) -> list[RandomSpaces]:
+    moments: Sequence[Float[Tensor, "d d"]],
+    bases: Float[Tensor, "k d r"],
+    draws: int,
+    seed: int,
+    keep: int,
+    led: int,
+) -> list[list[RandomSpaces]]:
     """Of the first `led` bases also the squares, and `keep` of the spaces."""
     count, dim, rank = bases.shape
-    total, whole = moment.diagonal().double().sum(), moment.double().square().sum()
-    beside = bases.transpose(0, 1).flatten(1)
-    seen = moment @ beside
-
-    def along_each(images: Float[Tensor, "d q"]) -> Float[Tensor, "k 1 r r"]:
-        """QᵀCQ of each basis from CQ of all."""
-        each = images.view(dim, -1, rank).transpose(0, 1)
-        return (bases[: len(each)].mT @ each).double()[:, None]
-
-    def against(rows: Tensor, columns: Tensor) -> Float[Tensor, "k m r r"]:
-        """Products of the draws with each of the bases, or with what C makes of them."""
-        return (rows @ columns).view(len(rows), rank, -1, rank).permute(2, 0, 1, 3).double()
-
-    inside, seen = along_each(seen), seen[:, : led * rank]
-    twice = along_each(moment @ seen)
-
-    parts: list[tuple[Tensor, Tensor, Tensor]] = []
-    kept = moment.new_empty(led, 0, dim, rank)
+    seen = [_Seen(moment, bases, led) for moment in moments]
+    parts: list[list[tuple[Tensor, Tensor, Tensor]]] = [[] for _ in moments]
+    kept = bases.new_empty(led, 0, dim, rank)
     step = max(1, DRAWN_ELEMENTS // (dim * rank))
     for start in range(0, draws, step):
-        drawn = _gaussians(min(step, draws - start), rank, dim, seed, start, moment.dtype, moment.device)
-        omega, root = drawn.omega, drawn.root
-        image = (omega.flatten(0, 1) @ moment).view_as(omega)
-        plain = (omega @ image.mT).double()
-        haar = _traces(torch.cholesky_solve(plain, root))
-        # ΩQ, ΩCQ and ΩC²Q, for each of the bases: with W = Ω - ΩQQᵀ as rows, WWᵀ = ΩΩᵀ - (ΩQ)(ΩQ)ᵀ,
-        # WCWᵀ = ΩCΩᵀ - ΩCQ(ΩQ)ᵀ - (ΩQ)(ΩCQ)ᵀ + ΩQ(QᵀCQ)(ΩQ)ᵀ, and C² for C gives ‖CWᵀ‖².
-        along = against(omega, beside)
-        root = torch.linalg.cholesky(drawn.gram - along @ along.mT)
-        # With LLᵀ for WWᵀ, traces of (LLᵀ)⁻¹M are those of M in an orthonormal basis of the span.
-        energies = torch.cholesky_solve(plain - _crossed(along, against(image, beside), inside), root)
-        normal, squares = _traces(energies) / total, haar.new_empty(0, len(omega))
-        if led:
-            along, root, energies = along[:led], root[:led], energies[:led]
-            squared = (image @ image.mT).double()
-            images = torch.cholesky_solve(squared - _crossed(along, against(image, seen), twice), root)
-            # ‖PCP‖² = ‖C‖² - 2‖CN‖² + ‖NᵀCN‖²
-            squares = whole - 2 * _traces(images) + (energies * energies.mT).sum((2, 3))
-        parts.append((haar.expand(count, -1) / total, normal, squares))
+        omega = _uniform_spaces(min(step, draws - start), rank, dim, seed, start, bases.dtype, bases.device)
+        along = _against(omega, bases.transpose(0, 1).flatten(1))
+        # WWᵀ = I - (ΩQ)(ΩQ)ᵀ, as LLᵀ: traces of (LLᵀ)⁻¹M are those of M in an orthonormal basis of the span.
+        root = torch.linalg.cholesky(torch.eye(rank, dtype=along.dtype, device=along.device) - along @ along.mT)
+        for one, mine in zip(seen, parts, strict=True):
+            mine.append(one.look(omega, along, root))
         if led and kept.shape[1] < keep:
             some = min(keep - kept.shape[1], len(omega))
-            normal = omega[:some] - along[:, :some].to(omega) @ bases[:led].mT[:, None]
-            made = torch.linalg.solve_triangular(root[:, :some].to(normal), normal, upper=False)
+            normal = omega[:some] - along[:led, :some].to(omega) @ bases[:led].mT[:, None]
+            made = torch.linalg.solve_triangular(root[:led, :some].to(normal), normal, upper=False)
             kept = torch.cat([kept, made.mT], 1)
-    haar, normal, squares = (torch.cat(one, 1).cpu() for one in zip(*parts, strict=True))
-    return [
-        RandomSpaces(
-            haar=haar[place],
-            normal=normal[place],
-            normal_squares=squares[place] if place < led else squares.new_empty(0),
-            normal_bases=kept[place] if place < led else kept.new_empty(0, dim, rank),
+    found = []
+    for mine in parts:
+        haar, normal, squares = (torch.cat(one, -1).cpu() for one in zip(*mine, strict=True))
+        found.append(
+            [
+                RandomSpaces(
+                    haar=haar,
+                    normal=normal[place],
+                    normal_squares=squares[place] if place < led else squares.new_empty(0),
+                    normal_bases=kept[place] if place < led else kept.new_empty(0, dim, rank),
+                )
+                for place in range(count)
+            ]
         )
-        for place in range(count)
-    ]
+    return found
+
+
+class _Seen:
+    """What C makes of some bases, and of random spaces beside them."""
+
+    def __init__(self, moment: Float[Tensor, "d d"], bases: Float[Tensor, "k d r"], led: int) -> None:
+        self.moment, self.led, (_, dim, rank) = moment, led, bases.shape
+        self.total, self.squares = moment.diagonal().double().sum(), moment.double().square().sum()
+        self.beside = bases.transpose(0, 1).flatten(1)
+        images = moment @ self.beside
+        self.images = images[:, : led * rank]
+
+        def inside(columns: Float[Tensor, "d q"]) -> Float[Tensor, "k 1 r r"]:
+            """QᵀCQ of each basis from CQ of all."""
+            each = columns.view(dim, -1, rank).transpose(0, 1)
+            return (bases[: len(each)].mT @ each).double()[:, None]
+
+        self.inside, self.twice = inside(images), inside(moment @ self.images)
+
+    def look(
+        self, omega: Float[Tensor, "m r d"], along: Float[Tensor, "k m r r"], root: Float[Tensor, "k m r r"]
+    ) -> tuple[Float[Tensor, " m"], Float[Tensor, "k m"], Float[Tensor, "l m"]]:
+        """N5, N1 and ‖PCP‖², from ΩQ, ΩCQ and ΩC²Q.
+
+        WCWᵀ = ΩCΩᵀ - ΩCQ(ΩQ)ᵀ - (ΩQ)(ΩCQ)ᵀ + ΩQ(QᵀCQ)(ΩQ)ᵀ, and C² for C gives ‖CWᵀ‖².
+        """
+        image = (omega.flatten(0, 1) @ self.moment).view_as(omega)
+        plain = (omega @ image.mT).double()
+        energies = torch.cholesky_solve(plain - _crossed(along, _against(image, self.beside), self.inside), root)
+        haar, normal, squares = _traces(plain), _traces(energies), energies.new_empty(0, len(omega))
+        if self.led:
+            along, root, energies = along[: self.led], root[: self.led], energies[: self.led]
+            squared = (image @ image.mT).double()
+            images = torch.cholesky_solve(squared - _crossed(along, _against(image, self.images), self.twice), root)
+            # ‖PCP‖² = ‖C‖² - 2‖CN‖² + ‖NᵀCN‖²
+            squares = self.squares - 2 * _traces(images) + (energies * energies.mT).sum((2, 3))
+        return haar / self.total, normal / self.total, squares
+
+
+def _against(rows: Float[Tensor, "m r d"], columns: Float[Tensor, "d q"]) -> Float[Tensor, "k m r r"]:
+    """Products of the draws with each of the bases, or with what C makes of them."""
+    return (rows @ columns).unflatten(2, (-1, rows.shape[1])).permute(2, 0, 1, 3).double()
 
 
 def _crossed(along: Tensor, reached: Tensor, inside: Tensor) -> Float[Tensor, "k m r r"]:
@@ -189,24 +214,16 @@ def _traces(matrices: Float[Tensor, "*m r r"]) -> Float[Tensor, "*m"]:
     return matrices.diagonal(dim1=-2, dim2=-1).sum(-1)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Gaussians:
-    omega: Float[Tensor, "m r d"]
-    gram: Float[Tensor, "m r r"]
-    root: Float[Tensor, "m r r"]
-
-
 # All sites of a probe are held against the same draws.
 @lru_cache(maxsize=4)
-def _gaussians(
+def _uniform_spaces(
     count: int, rank: int, dim: int, seed: int, start: int, dtype: torch.dtype, device: torch.device
-) -> _Gaussians:
-    """Ω, drawn on the CPU whatever the device, with ΩΩᵀ and its Cholesky factor in float64."""
+) -> Float[Tensor, "m r d"]:
+    """Orthonormal rows, drawn on the CPU whatever the device."""
     generator = torch.Generator().manual_seed(seed + 7919 * start)
-    omega = torch.randn(count, rank, dim, generator=generator)
-    gram = omega.double() @ omega.double().mT
-    root = torch.linalg.cholesky(gram)
-    return _Gaussians(omega=omega.to(device, dtype), gram=gram.to(device), root=root.to(device))
+    drawn = torch.randn(count, rank, dim, generator=generator).double()
+    root = torch.linalg.cholesky(drawn @ drawn.mT)
+    return torch.linalg.solve_triangular(root, drawn, upper=False).to(device, dtype)
 
 
 @lru_cache(maxsize=4)

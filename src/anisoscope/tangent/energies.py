@@ -291,20 +291,22 @@ def variance_share(states: Float[Tensor, "n d"], basis: Float[Tensor, "d r"]) ->
 
 
 def spaces_beside(
-    moment: Float[Tensor, "d d"],
+    moments: Sequence[Float[Tensor, "d d"]],
     proxies: Sequence[Proxy],
     *,
     draws: int = DRAWS,
     seed: int = 0,
     keep: int = 0,
     led: Sequence[bool] | None = None,
-) -> list[RandomSpaces | None]:
-    """N5 and N1 for each proxy (None where it has no normal space), with `keep` bases and squares where it is `led`."""
+) -> list[list[RandomSpaces | None]]:
+    """N5 and N1 for each moment and proxy, with `keep` bases and squares where it is `led`.
+
+    None where a proxy leaves no normal space.
+    """
     usable = [place for place, proxy in enumerate(proxies) if 2 * proxy.rank <= proxy.dim]
     bases, ahead = [proxies[place].basis for place in usable], [bool(led and led[place]) for place in usable]
-    found = random_spaces_beside(moment, bases, draws=draws, seed=seed, keep=keep, led=ahead)
-    known = dict(zip(usable, found, strict=True))
-    return [known.get(place) for place in range(len(proxies))]
+    every = random_spaces_beside(moments, bases, draws=draws, seed=seed, keep=keep, led=ahead)
+    return [[dict(zip(usable, found, strict=True)).get(place) for place in range(len(proxies))] for found in every]
 
 
 def _normals(
@@ -320,7 +322,7 @@ def _normals(
     if not proxies or math.isnan(energies[0]):
         return [{} for _ in proxies]
     if spaces is None:
-        spaces = spaces_beside(moment, proxies, draws=draws, seed=seed)
+        spaces = spaces_beside([moment], proxies, draws=draws, seed=seed)[0]
     others: dict[tuple[int, str], Tensor] = {}
     for place, proxy in enumerate(proxies):
         beside = {"next": proxy.following, "last": proxy.last}

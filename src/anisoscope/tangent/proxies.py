@@ -15,7 +15,7 @@ from torch import Tensor
 from anisoscope.errors import SpecError, StatesError
 from anisoscope.kernels.gram import center, for_products, power_of_two_scale, squared_norms, working_dtype
 from anisoscope.kernels.neighbors import drop_duplicates, nearest_neighbors
-from anisoscope.kernels.seminmf import semi_nmf
+from anisoscope.kernels.seminmf import semi_nmfs
 from anisoscope.metrics.neighbors import twonn
 
 METHODS = ("pca", "svd", "seminmf", "local_pca")
@@ -162,8 +162,21 @@ def fit_globals(
 ) -> dict[str, Proxy]:
     """Proxies of the same states by several methods: their covariance and its decomposition are made once."""
     several = [states] if isinstance(states, Tensor) else list(states)
-    known: dict[bool, _Spread] = {}
-    found = {}
+    return fit_each([several], methods=methods, ranks=[rank], centred=centred, concepts=concepts, seed=seed)[0]
+
+
+def fit_each(
+    places: Sequence[Sequence[Tensor]],
+    *,
+    methods: Sequence[str],
+    ranks: Sequence[int | str],
+    centred: bool | None = None,
+    concepts: int | None = None,
+    seed: int = 0,
+) -> list[dict[str, Proxy]]:
+    """The same for several places, each with its states: their semi-NMFs are made side by side."""
+    found: list[dict[str, Proxy]] = [{} for _ in places]
+    known: dict[bool, list[_Spread]] = {}
     for method in methods:
         if method not in ("pca", "svd", "seminmf"):
             raise SpecError(f"a tangent proxy is one of {', '.join(METHODS)}; came {method!r}")
@@ -171,8 +184,20 @@ def fit_globals(
             raise SpecError("pca is centred and svd is not: ask for the other of the two")
         around = method != "svd" if centred is None else centred
         if around not in known:
-            known[around] = _spread_of(several, around)
-        found[method] = _fit(known[around], several[-1], method, rank, around, concepts, seed)
+            known[around] = [_spread_of(several, around) for several in places]
+        spreads = known[around]
+        wanted = [
+            choose_rank(rank, one.values.double(), several[-1])
+            for rank, one, several in zip(ranks, spreads, places, strict=True)
+        ]
+        if method == "seminmf":
+            bases = _cone_bases(spreads, [chosen for chosen, _ in wanted], concepts, seed)
+        else:
+            bases = [one.vectors[:, :chosen] for one, (chosen, _) in zip(spreads, wanted, strict=True)]
+        for place, (spread, basis, (chosen, notes)) in enumerate(zip(spreads, bases, wanted, strict=True)):
+            if basis.shape[1] < chosen:
+                notes = (*notes, f"the semi-NMF has {basis.shape[1]} independent directions; {chosen} were asked for")
+            found[place][method] = _fit(spread, basis, method, around, notes)
     return found
 
 
@@ -199,33 +224,17 @@ def _eigh(matrix: Float[Tensor, "d d"]) -> tuple[Float[Tensor, " d"], Float[Tens
     return values.flip(0).to(matrix), vectors.flip(1).to(matrix)
 
 
-def _fit(
-    spread: _Spread,
-    states: Tensor,
-    method: str,
-    rank: int | str,
-    centred: bool,
-    concepts: int | None,
-    seed: int,
-) -> Proxy:
-    covariance, vectors = spread.covariance, spread.vectors
-    wanted, notes = choose_rank(rank, spread.values.double(), states)
+def _fit(spread: _Spread, basis: Float[Tensor, "d r"], method: str, centred: bool, notes: tuple[str, ...]) -> Proxy:
+    (dim, size), covariance, others = basis.shape, spread.covariance, spread.vectors[:, basis.shape[1] :]
     if method == "seminmf":
-        basis = _cone_basis(spread, wanted, concepts or wanted, seed)
-        if basis.shape[1] < wanted:
-            notes = (*notes, f"the semi-NMF has {basis.shape[1]} independent directions; {wanted} were asked for")
         # The basis itself comes last, with zeros.
-        others = _eigh(_project_out(covariance, basis))[1][:, : len(basis) - basis.shape[1]]
-    else:
-        basis, others = vectors[:, :wanted], vectors[:, wanted:]
-    held = float(((covariance @ basis) * basis).sum() / spread.values.sum())
-    size = basis.shape[1]
+        others = _eigh(_project_out(covariance, basis))[1][:, : dim - size]
     return Proxy(
         basis=basis,
         mean=spread.mean,
         following=others[:, :size],
         last=others[:, max(others.shape[1] - size, 0) :],
-        explained=held,
+        explained=float(((covariance @ basis) * basis).sum() / spread.values.sum()),
         method=method,
         centred=centred,
         notes=notes,
@@ -307,21 +316,34 @@ def _pool(states: Sequence[Tensor], centred: bool) -> tuple[Float[Tensor, "n d"]
     return torch.cat(parts) / math.sqrt(len(parts)), torch.stack(means).mean(0)
 
 
-def _cone_basis(spread: _Spread, rank: int, concepts: int, seed: int) -> Float[Tensor, "d r"]:
+def _cone_bases(
+    spreads: Sequence[_Spread], ranks: Sequence[int], concepts: int | None, seed: int
+) -> list[Float[Tensor, "d r"]]:
     """Leading right singular vectors of ZD, which span what D spans where there are no more concepts than directions.
 
     Not of D with each direction weighted by its own codes: codes of directions that cancel each other are the largest.
     """
-    if concepts < rank:
-        raise SpecError(f"{concepts} concepts do not span {rank} directions: ask for at least {rank}")
-    points = spread.points
-    found = semi_nmf(points, concepts, seed=seed, tolerance=CONE_TOLERANCE, axes=spread.vectors)
-    # The same singular values and right vectors as ZD: (ZᵀZ)^½ D.
-    codes, directions = found.codes.double(), found.directions.double().cpu()
-    squares, turn = torch.linalg.eigh((codes.T @ codes).cpu())
-    corner = squares.clamp_min(0).sqrt()[:, None] * turn.T
-    _, lengths, axes = torch.linalg.svd(corner @ directions, full_matrices=False)
-    return axes[:rank][lengths[:rank] > SMALLEST * lengths[0]].T.to(points)
+    found: dict[int, Tensor] = {}
+    for rank, dim in dict.fromkeys((rank, one.points.shape[1]) for rank, one in zip(ranks, spreads, strict=True)):
+        if concepts is not None and concepts < rank:
+            raise SpecError(f"{concepts} concepts do not span {rank} directions: ask for at least {rank}")
+        here = [place for place, one in enumerate(spreads) if (ranks[place], one.points.shape[1]) == (rank, dim)]
+        fits = semi_nmfs(
+            [spreads[place].points for place in here],
+            concepts or rank,
+            seed=seed,
+            tolerance=CONE_TOLERANCE,
+            axes=[spreads[place].vectors for place in here],
+        )
+        for place, fit in zip(here, fits, strict=True):
+            # The same singular values and right vectors as ZD: (ZᵀZ)^½ D.
+            codes, directions = fit.codes.double(), fit.directions.double().cpu()
+            squares, turn = torch.linalg.eigh((codes.T @ codes).cpu())
+            corner = squares.clamp_min(0).sqrt()[:, None] * turn.T
+            _, lengths, axes = torch.linalg.svd(corner @ directions, full_matrices=False)
+            kept = lengths[:rank] > SMALLEST * lengths[0]
+            found[place] = axes[:rank][kept].T.to(spreads[place].points)
+    return [found[place] for place in range(len(spreads))]
 
 
 def _project_out(matrix: Float[Tensor, "d d"], basis: Float[Tensor, "d r"]) -> Float[Tensor, "d d"]:
