@@ -99,7 +99,7 @@ def test_gradients_types_and_their_nulls_agree_between_cpu_and_gpu() -> None:
         an.measure(spec, model=load_model("pocket-decoder", device=device), progress=False)
         for device in ("cpu", "cuda")
     )
-    assert len(here.records) > 200
+    assert len(here.records) > 150
     for one, two in zip(here.records, there.records, strict=True):
         place = (one.metric, one.site, one.population, one.gradient, one.proxy, one.variant, one.control)
         # A semi-NMF goes its own way from the first rounding on, as two seeds do; what is drawn is the same.
