@@ -803,7 +803,8 @@ SECTIONS: dict[str, tuple[Callable[[Any, bool], Iterator[Result]], str]] = {
         race_alignment,
         "`align`, every default metric of gradient alignment at every site, for both gradients and proxies, against "
         "one forward and backward pass over the same probe of 4,096 tokens, half of it to fit on and half to test on; "
-        "states and gradients are there before. One thread on the CPU; the first model is trained, the others are not.",
+        "states and gradients are there before. One thread on the CPU; on the GPU the first clock is the wall's, the "
+        "second the CPU's. The first model is trained, the others are not.",
     ),
     "gpu": (race_gpu, "As `walk`, in bfloat16, synchronised wall time; the first run, which compiles, is not counted."),
 }
