@@ -84,7 +84,8 @@ def unit_with_attachments(model: str = "m", *, tokens: tuple[str, ...] = ("the",
 
 
 def aligned(step: int, site: str = "block.0", **rest: Any) -> list[Record]:
-    how = {"gradient": "virtual", "proxy": "pca", "rank": 16, "variant": "mean=in", "site": site, "step": step, **rest}
+    how = {"gradient": "virtual", "proxy": "pca", "rank": 16, "variant": "mean=in", "site": site, "step": step}
+    how |= {"population": "typical", **rest}
     hard = {"control": "permuted", "control_value": 0.4, "p": 0.01}
     return [
         record((0.7,), metric="tangent_energy", low=0.6, high=0.8, **how),
@@ -121,7 +122,10 @@ CURVED = table_of(
     ),
     record((0.9,), metric="curvature_visibility", key="unstated"),
 )
-BINNED = [record((0.1 + 0.1 * k,), metric="tangent_energy", bin=k, gradient="virtual", proxy="pca") for k in range(3)]
+BINNED = [
+    record((0.1 + 0.1 * k,), metric="tangent_energy", bin=k, gradient="virtual", proxy="pca", population="typical")
+    for k in range(3)
+]
 M = {"model": "m"}
 
 CHARTS: dict[str, Callable[[], Any]] = {
@@ -231,7 +235,7 @@ def test_titles_name_estimator_site_and_population() -> None:
         "profile": ("leading_variance", "blocks", "all and typical"),
         "dynamics": ("leading_variance", "blocks", "population all"),
         "heatmap": ("leading_variance", "every site", "population all"),
-        "alignment": ("tangent_energy", "blocks", "population all"),
+        "alignment": ("tangent_energy", "blocks", "population typical"),
         "stages": ("leading_variance", "final norm", "population all"),
     }.items():
         title = " ".join(CHARTS[name]().to_dict()["title"]["text"])

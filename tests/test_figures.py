@@ -441,7 +441,8 @@ def test_window_lengths_are_compared_at_one_checkpoint() -> None:
 
 
 def aligned(energy: float, control: float, *, site: str = "block.0", p: float = 0.01, **rest: Any) -> list[Record]:
-    how = {"gradient": "virtual", "proxy": "pca", "rank": 16, "variant": "mean=in", "site": site, **rest}
+    how = {"gradient": "virtual", "proxy": "pca", "rank": 16, "variant": "mean=in", "site": site}
+    how |= {"population": "typical", **rest}
     named = "permuted" if site == "block.0" else "signs"
     return [
         record((energy,), metric="tangent_energy", low=energy - 0.1, high=energy + 0.2, **how),
@@ -456,8 +457,8 @@ def test_alignment_is_averaged_over_blocks_with_every_control() -> None:
         *aligned(0.8, 0.7, step=10, site="block.1", p=0.2),
         *aligned(0.5, 0.5, step=0),
         *aligned(0.1, 0.1, step=10, variant="mean=out"),
-        *aligned(0.1, 0.1, step=10, population="typical"),
-        record((0.9,), metric="tangent_energy", bin=3, gradient="virtual", proxy="pca", variant="mean=in", step=10),
+        *aligned(0.1, 0.1, step=10, population="all"),
+        *(row for row in aligned(0.9, 0.1, step=10, bin=3) if row.metric == "tangent_energy"),
     )
     data = alignment_data(table, model="m")
     found = {(row["step"], row["quantity"]): row for row in data.to_pylist()}
@@ -483,14 +484,15 @@ def test_alignment_over_depth_is_that_of_the_last_checkpoint() -> None:
         ("tangent energy", 1.0, 10),
     ]
     assert column(data, "low")[:2] == [pytest.approx(0.5), pytest.approx(0.7)]
-    with pytest.raises(SpecError, match=r"wanted tangent_energy of m \[typical, mean=in\] at blocks; there is none"):
-        alignment_data(table, model="m", population="typical")
+    with pytest.raises(SpecError, match=r"wanted tangent_energy of m \[all, mean=in\] at blocks; there is none"):
+        alignment_data(table, model="m", population="all")
     with pytest.raises(SpecError, match="several settings"):
         alignment_data(table_of(*aligned(0.6, 0.4), *aligned(0.6, 0.4, key="other")), model="m")
 
 
 def test_bins_keep_the_intervals_of_their_rows() -> None:
     how = {"metric": "tangent_energy", "gradient": "activation", "proxy": "pca", "variant": "mean=in"}
+    how |= {"population": "typical"}
     table = table_of(
         *(record((0.1 * k,), bin=k, low=0.0, high=1.0, step=step, **how) for k in (2, 0, 1) for step in (1, 5)),
         record((0.7,), step=5, **how),
