@@ -488,6 +488,10 @@ def test_alignment_over_depth_is_that_of_the_last_checkpoint() -> None:
         alignment_data(table, model="m", population="all")
     with pytest.raises(SpecError, match="several settings"):
         alignment_data(table_of(*aligned(0.6, 0.4), *aligned(0.6, 0.4, key="other")), model="m")
+    with pytest.raises(SpecError, match=r"wanted tangent_energy of other \[any, mean=in\] at blocks; there is none"):
+        alignment_data(table, model="other")
+    others = table_of(*aligned(0.6, 0.4, population="all"))
+    assert set(column(alignment_data(others, model="m"), "population")) == {"all"}
 
 
 def test_bins_keep_the_intervals_of_their_rows() -> None:

@@ -53,9 +53,10 @@ def align(probed: Probed, names: Collection[str], past: Past | None = None) -> A
     With a `past`, also against proxies of earlier checkpoints; only against them where the Spec names them.
     """
     found = {item.name: item for item in all_metrics().values() if item.needs in VIEWS and item.name in names}
-    analysis = _Analysis(probed, found)
     aligned = Aligned(rows=[], attachments={})
-    own = probed.spec.proxy_from is None
+    if not found:
+        return aligned
+    analysis, own = _Analysis(probed, found), probed.spec.proxy_from is None
     usual = dict.fromkeys(name for item in found.values() for name in item.populations)
     for places in analysis.places(probed.spec.populations or tuple(usual)):
         for place, proxies in zip(places, analysis.fit(places), strict=True):
@@ -65,7 +66,7 @@ def align(probed: Probed, names: Collection[str], past: Past | None = None) -> A
                 aligned.attachments.update(sketch(place.site, place.population, place.fitted, proxies))
             if past is not None:
                 aligned.rows.extend(analysis.against_past(held, proxies, past))
-    if own and found:
+    if own:
         aligned.rows.extend(analysis.of_modules())
     return aligned
 

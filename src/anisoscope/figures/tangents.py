@@ -7,6 +7,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from anisoscope.errors import SpecError
+from anisoscope.figures.choosing import distinct
 from anisoscope.figures.drawing import (
     HIGH,
     NARROW,
@@ -62,13 +63,15 @@ def alignment_data(
     table: pa.Table,
     *,
     model: str,
-    population: str = "typical",
+    population: str | None = None,
     variant: str = "mean=in",
     axis: str = "step",
     corpus: str | None = None,
     keys: Collection[str] | None = None,
 ) -> pa.Table:
     """Energy of gradients in the tangent proxy, and what each control puts there, for each gradient and proxy.
+
+    Of `typical` tokens where no population is named, and they were measured.
 
     axis         step, tokens or checkpoint: means over the blocks as training goes on; depth: blocks of the last one
     quantity     `tangent energy`; the value of the `hardest control`, which `control` names; that of `random normals`,
@@ -80,7 +83,7 @@ def alignment_data(
     rows = _aligned(table, model=model, population=population, variant=variant, corpus=corpus, keys=keys)
     found = [quantity for row in rows for quantity in _quantities(row)]
     if not found:
-        raise SpecError(f"wanted tangent_energy of {model} [{population}, {variant}] at blocks; there is none")
+        raise SpecError(f"wanted tangent_energy of {model} [{population or 'any'}, {variant}] at blocks; there is none")
     points: dict[tuple[Any, ...], dict[str, Row]] = {}
     for row in found:
         where = () if axis != "depth" else (row["site"],)
@@ -103,19 +106,20 @@ def alignment_bins_data(
     table: pa.Table,
     *,
     model: str,
-    population: str = "typical",
+    population: str | None = None,
     variant: str | None = None,
     corpus: str | None = None,
     keys: Collection[str] | None = None,
 ) -> pa.Table:
     """Tangent energy by bin of token frequency, rarest first, at the blocks of a model's last checkpoint.
 
-    `log10_frequency` is that of the bin, as a share of the text; null where its row does not state it.
+    `log10_frequency` is that of the bin, as a share of the text; null where its row does not state it. Populations are
+    those of `alignment_data`.
     """
     rows = _aligned(table, model=model, population=population, variant=variant, corpus=corpus, keys=keys, bins=True)
     rows = [row for row in rows if row["metric"] == "tangent_energy"]
     if not rows:
-        raise SpecError(f"wanted tangent_energy of {model} [{population}] by bin; there is none")
+        raise SpecError(f"wanted tangent_energy of {model} [{population or 'any'}] by bin; there is none")
     last = [_with_frequency(row) for row in at_last_checkpoint(rows)]
     last.sort(key=lambda row: (row["gradient"], row["proxy"], row["variant"] or "", row["depth"], row["bin"]))
     return table_of(last, _BINS, own_intervals=True)
@@ -133,7 +137,7 @@ def _aligned(
     table: pa.Table,
     *,
     model: str,
-    population: str,
+    population: str | None,
     variant: str | None,
     corpus: str | None,
     keys: Collection[str] | None,
@@ -143,7 +147,10 @@ def _aligned(
     wanted = pc.field("metric").isin(["tangent_energy", *CONTROLLED]) & (pc.field("model") == model)
     wanted = wanted & (pc.field("bin").is_valid() if bins else pc.field("bin").is_null())
     wanted = wanted & (pc.field("variant") == variant) if variant is not None else wanted
-    rows = narrowed(table.filter(wanted), population=population, corpus=corpus, keys=keys)
+    found = table.filter(wanted)
+    if population is None:
+        population = min(distinct(found, "population"), key=lambda name: name != "typical", default=None)
+    rows = narrowed(found, population=population, corpus=corpus, keys=keys)
     if not rows:
         return []
     number_checkpoints(rows)
@@ -205,12 +212,10 @@ def draw_alignment(data: pa.Table, *, axis: str = "step") -> Chart:
     shown = ("quantity", "control", "label", "value", "low", "high", "p", "significant", "blocks")
     x = depth_axis("position") if axis == "depth" else step_axis(rows, axis, fine=False)
 
-    def panel(mine: Sequence[Row]) -> Any:
+    def panel(mine: Sequence[Row], ends: tuple[float, float]) -> Any:
         drawn = chart_rows(mine, (*shown, "position"))
         base = alt.Chart(inline(drawn))
-        ends = [row[name] for row in drawn for name in ("value", "low", "high") if is_number(row[name])]
-        # A tick at the very top would lift the heading of its panel above its neighbour's.
-        scale = {"domain": [min(0.0, *ends), 1.07 * max(0.0, *ends)], "nice": False}
+        scale = {"domain": [min(0.0, ends[0]), 1.07 * ends[1]], "nice": False}
         y = alt.Y("value:Q", title="share of gradient energy", scale=scale, axis={"tickCount": 5})
         line = base.mark_line(strokeWidth=1.8).encode(x=x, y=y, color=colour, strokeDash=dash, order=x_order(x))
         dots = base.mark_point(filled=True, size=34, opacity=1).encode(x=x, y=y, color=colour, tooltip=tooltip(*shown))
@@ -242,10 +247,11 @@ def draw_alignment_bins(data: pa.Table) -> Chart:
         most = max(row["bin"] for row in rows)
         x = alt.X("bin:Q", scale={"domain": [-0.4, most + 0.4], "nice": False}, axis=axis)
 
-    def panel(mine: Sequence[Row]) -> Any:
+    def panel(mine: Sequence[Row], ends: tuple[float, float]) -> Any:
         drawn = chart_rows(mine, shown)
         base = alt.Chart(inline(drawn))
-        scale = {"zero": False}
+        room = 0.05 * (ends[1] - ends[0])
+        scale = {"domain": [ends[0] - room, ends[1] + room], "zero": False}
         y = alt.Y("value:Q", title="tangent_energy", scale=scale, axis={"tickCount": 5})
         line = base.mark_line(strokeWidth=1.6).encode(x=x, y=y, color=colour, order=x_order(x))
         dots = base.mark_point(filled=True, size=30, opacity=1).encode(x=x, y=y, color=colour, tooltip=tooltip(*shown))
@@ -260,19 +266,21 @@ def _ranks(rows: Sequence[Row]) -> str:
 
 
 def _grid(rows: Sequence[Row], panel: Any) -> Any:
-    """Panels for each gradient, with its proxies beside one another."""
+    """Panels for each gradient, with its proxies beside one another on the same scale."""
     alt = import_altair()
     lines = []
     variants = {row["variant"] for row in rows}
     for gradient in dict.fromkeys(row["gradient"] for row in rows):
         here = [row for row in rows if row["gradient"] == gradient]
         places = list(dict.fromkeys((row["proxy"], row["variant"]) for row in here))
+        known = [row[name] for row in here for name in ("value", "low", "high") if is_number(row[name])]
+        ends = min(known, default=0.0), max(known, default=1.0)
         line = []
         for proxy, variant in places:
             mine = [row for row in here if (row["proxy"], row["variant"]) == (proxy, variant)]
             text = f"{gradient} gradients, {proxy}" + (f", {variant}" if len(variants) > 1 else "")
             head = alt.TitleParams(text=text, fontSize=11, fontWeight="normal", offset=4)
             width = NARROW if len(places) > 1 else WIDE
-            line.append(panel(mine).properties(width=width, height=HIGH - 50, title=head))
+            line.append(panel(mine, ends).properties(width=width, height=HIGH - 50, title=head))
         lines.append(alt.hconcat(*line, spacing=14))
     return alt.vconcat(*lines, spacing=14).resolve_scale(color="shared", strokeDash="shared")

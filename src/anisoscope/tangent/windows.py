@@ -104,7 +104,7 @@ class Pairing:
         count, length, width = self.gradients.shape
         tokens, rings = count * length, len(self.permutations.rings)
         by_turns = rings * width * self.dim * (2 * tokens + count**2)
-        by_tokens = tokens**2 * (2 * width + self.dim + rings * count) // 2
+        by_tokens = tokens**2 * (width + self.dim + rings * count) // 2
         return tokens <= KEPT_TOKENS and by_tokens < by_turns and len(self.permutations) > 0
 
     def permuted_energies(self, basis: Float[Tensor, "d r"]) -> Float[Tensor, " m"]:
@@ -300,7 +300,7 @@ def _squares_by_tokens(
     """‖G_π‖² = Σ_{w,v} ⟨A_π(w) A_π(v)ᵀ, H_w H_vᵀ⟩, from blocks of products of two tokens; and what `_own_products` is.
 
     Windows that are δ apart on the first ring are, after any turn, δ apart on another: one product for each δ serves
-    all turns of all rings. About n²(e + d/2 + m/2) multiplications for m permutations.
+    all turns of all rings. About n²(e + d + m)/2 multiplications for m permutations.
     """
     count, length, _ = values.shape
     blocks = gradients.new_empty(count, count, length, length)
