@@ -168,15 +168,14 @@ def demo(
         from anisoscope.store import Store
         from anisoscope.sweep import plan_specs, run_sweep
 
-        say("Two small models that were trained for this package, each at six moments of its training, on pydoc.")
+        say("Two small models that were trained for this package, each at six moments of its training, on pydoc;")
+        say("their gradients at three of them, in three blocks.")
         chosen = [item for name in POCKET_SUITE for item in find_checkpoints(name)]
+        few = [item for item in chosen if item.step in DEMO_GRADIENTS["steps"]]
         settings = {"tokens": tokens, "seq_len": 256, "batch_points": 768, "metrics": DEMO_METRICS}
-        specs = plan_specs(chosen, ["pydoc"], settings)
+        specs = plan_specs(chosen, ["pydoc"], settings) + plan_specs(few, ["pydoc"], DEMO_GRADIENTS["settings"])
         store = Store(output)
         run_sweep(specs, store, checkpoints=chosen, device="cpu")
-        say("And their gradients, at three moments and in three blocks.")
-        few = [item for item in chosen if item.step in DEMO_GRADIENTS["steps"]]
-        run_sweep(plan_specs(few, ["pydoc"], DEMO_GRADIENTS["settings"]), store, checkpoints=few, device="cpu")
         table = store.table()
         for name in POCKET_SUITE:
             last = max((row for row in table.to_pylist() if row["model"] == name), key=lambda row: row["step"])
