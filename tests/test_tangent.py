@@ -256,8 +256,10 @@ def test_float32_windows_agree_with_float64() -> None:
     torch.testing.assert_close(
         exact.permuted_energies(basis), fast.permuted_energies(basis), rtol=FAST_TOLERANCE, atol=0
     )
-    by_tokens, _ = windowed._squares_by_tokens(fast.gradients, fast.values, fast.permutations)
+    by_tokens, products = windowed._squares_by_tokens(fast.gradients, fast.values, fast.permutations)
     torch.testing.assert_close(by_tokens, fast.permuted_squares, rtol=FAST_TOLERANCE, atol=0)
+    own = windowed._own_products(exact.gradients, exact.values)
+    torch.testing.assert_close(products, own, rtol=0, atol=FAST_TOLERANCE * float(own.sum()))
 
 
 def test_windows_may_come_in_any_order_and_length() -> None:

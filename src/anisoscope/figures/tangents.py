@@ -250,7 +250,7 @@ def draw_alignment_bins(data: pa.Table) -> Chart:
     def panel(mine: Sequence[Row], ends: tuple[float, float]) -> Any:
         drawn = chart_rows(mine, shown)
         base = alt.Chart(inline(drawn))
-        room = 0.05 * (ends[1] - ends[0])
+        room = 0.05 * (ends[1] - ends[0]) or 0.05
         scale = {"domain": [ends[0] - room, ends[1] + room], "zero": False}
         y = alt.Y("value:Q", title="tangent_energy", scale=scale, axis={"tickCount": 5})
         line = base.mark_line(strokeWidth=1.6).encode(x=x, y=y, color=colour, order=x_order(x))

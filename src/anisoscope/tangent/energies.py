@@ -306,7 +306,8 @@ def spaces_beside(
     usable = [place for place, proxy in enumerate(proxies) if 2 * proxy.rank <= proxy.dim]
     bases, ahead = [proxies[place].basis for place in usable], [bool(led and led[place]) for place in usable]
     every = random_spaces_beside(moments, bases, draws=draws, seed=seed, keep=keep, led=ahead)
-    return [[dict(zip(usable, found, strict=True)).get(place) for place in range(len(proxies))] for found in every]
+    known = [dict(zip(usable, found, strict=True)) for found in every]
+    return [[found.get(place) for place in range(len(proxies))] for found in known]
 
 
 def _normals(

@@ -223,6 +223,7 @@ def _span(bases: Sequence[Tensor], like: Tensor) -> Float[Tensor, "d q"]:
     """An orthonormal basis of what several span together."""
     every = _beside(bases, like).double()
     squares, turn = (one.to(every) for one in torch.linalg.eigh((every.T @ every).cpu()))
+    # What two of them have in common leaves zeros, up to the rounding of float32 in the bases: 1e-7, squared.
     kept = squares > 1e-12 * squares[-1]
     return (every @ (turn[:, kept] / squares[kept].sqrt())).to(like)
 
