@@ -61,10 +61,14 @@ class Visit:
         self.page.keyboard.press("Enter")
 
     def draw(self, chart: Any) -> None:
-        """Scroll to a chart and wait until it is drawn."""
-        # Not Playwright's own way, which waits for two frames that are alike: a busy machine may not draw them.
-        chart.evaluate("one => one.scrollIntoView({behavior: 'instant', block: 'center'})")
-        self.page.wait_for_function("one => one.dataset.drawn", arg=chart.element_handle(), polling=50)
+        """Scroll to a chart, again wherever charts drawn meanwhile move it to, until it is drawn."""
+        # Not Playwright's own way to scroll, which waits for two frames alike: a busy machine may not draw them.
+        self.page.wait_for_function(
+            # Newer browsers answer a scroll with a promise, which would count as drawn.
+            "one => one.dataset.drawn || void one.scrollIntoView({behavior: 'instant', block: 'center'})",
+            arg=chart.element_handle(),
+            polling=50,
+        )
 
     def draw_all(self) -> int:
         """Scroll past every chart; how many there are."""
