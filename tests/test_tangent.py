@@ -10,16 +10,10 @@ from torch import Tensor
 
 from anisoscope.claims.resampling import benjamini_hochberg
 from anisoscope.errors import SpecError, StatesError
-from anisoscope.tangent import proxies
+from anisoscope.tangent import controls, proxies
 from anisoscope.tangent import windows as windowed
-from anisoscope.tangent.anisotropy import (
-    LED_DRAWS,
-    anisotropy_share,
-    gradient_leading_variance,
-    leading_axes,
-    leading_without,
-)
-from anisoscope.tangent.controls import energy_of, random_spaces, second_moment, sign_energies
+from anisoscope.tangent.anisotropy import LED_DRAWS, anisotropy_share, gradient_leading_variance
+from anisoscope.tangent.controls import energy_of, random_spaces, random_spaces_beside, second_moment, sign_energies
 from anisoscope.tangent.dynamics import turn_between, update_alignment
 from anisoscope.tangent.energies import coupled_alignment, energy_sums, local_alignment, uncoupled_alignment
 from anisoscope.tangent.frequency import bin_tokens, energy_by_frequency
@@ -27,6 +21,7 @@ from anisoscope.tangent.inference import (
     draw_permutations,
     jackknife_ratio,
     permutation_correlation,
+    permutation_correlations,
     permutation_p,
     ranks,
     ratio_of_sums,
@@ -94,7 +89,7 @@ def test_every_proxy_is_orthonormal_with_normals_outside_it() -> None:
     states = decaying(300, 24) + 1
     for method in ("pca", "svd", "seminmf"):
         proxy = fit_global(states.float(), method=method, rank=5)
-        for one in (proxy, without_mean(proxy)):
+        for one in (proxy, *without_mean([proxy])):
             whole = torch.cat([one.basis, one.following], 1).double()
             identity = torch.eye(whole.shape[1], dtype=torch.float64)
             torch.testing.assert_close(whole.T @ whole, identity, atol=2e-5, rtol=0)
@@ -157,11 +152,18 @@ def test_the_mean_direction_is_taken_out() -> None:
     states = decaying(300, 24) + 3
     mean = (states.mean(0) / states.mean(0).norm())[:, None]
     raw = fit_global(states, method="svd", rank=4)
-    rid = without_mean(raw)
+    centred = fit_global(states, rank=4)
+    rid, kept = without_mean([raw, centred])
     assert rid.rank == 3
     assert float((mean.T @ rid.basis).abs().max()) < 1e-10
     # A centred proxy keeps its rank.
-    assert without_mean(fit_global(states, rank=4)).rank == 4
+    assert kept.rank == 4
+    for before, after in ((raw, rid), (centred, kept)):
+        identity = torch.eye(24, dtype=torch.float64)
+        left = torch.linalg.svd((identity - mean @ mean.T) @ before.basis).U[:, : after.rank]
+        assert overlap(after.basis, left) == pytest.approx(1, abs=1e-10)
+        outside = torch.linalg.qr(torch.cat([after.basis, mean, before.following], 1)).Q[:, after.rank + 1 :]
+        assert overlap(after.following, outside[:, : after.rank]) == pytest.approx(1, abs=1e-10)
 
 
 # Energies and controls
@@ -182,7 +184,7 @@ def test_random_spaces_have_their_expectations() -> None:
     for draws, expected in ((spaces.haar, 4 / 24), (spaces.normal, (1 - energy) * 4 / 20)):
         error = float(draws.std()) / math.sqrt(4000)
         assert abs(float(draws.mean()) - expected) < 4 * error
-    signs = sign_energies(moment, basis, draws=4000)
+    signs = sign_energies(moment, [basis], draws=4000)[0]
     expected = float(moment.diagonal() @ basis.square().sum(1))
     assert abs(float(signs.mean()) - expected) < 4 * float(signs.std()) / math.sqrt(4000)
 
@@ -202,16 +204,39 @@ def test_sign_energies_are_those_of_flipped_bases() -> None:
     moment, basis = second_moment(decaying(500, 24)), orthonormal(24, 4, seed=2)
     signs = torch.randint(2, (7, 24), generator=torch.Generator().manual_seed(3)) * 2 - 1
     naive = [energy_of(moment, one[:, None] * basis) for one in signs]
-    np.testing.assert_allclose(sign_energies(moment, basis, draws=7, seed=3), naive, rtol=EXACT)
+    np.testing.assert_allclose(sign_energies(moment, [basis], draws=7, seed=3)[0], naive, rtol=EXACT)
 
 
-def test_float32_controls_agree_with_float64() -> None:
-    rows, basis = decaying(500, 48), orthonormal(48, 6, seed=2)
+@pytest.mark.parametrize("dim", [48, 120])
+def test_float32_controls_agree_with_float64(dim: int) -> None:
+    rows, basis = decaying(500, dim), orthonormal(dim, 6, seed=2)
     exact, fast = second_moment(rows), second_moment(rows.float())
     for attribute in ("haar", "normal", "normal_squares"):
         one, other = (getattr(random_spaces(m, basis.to(m)), attribute) for m in (exact, fast))
         torch.testing.assert_close(one, other, rtol=FAST_TOLERANCE, atol=0)
-    torch.testing.assert_close(sign_energies(exact, basis), sign_energies(fast, basis), rtol=FAST_TOLERANCE, atol=0)
+    signs = [sign_energies(moment, [basis]) for moment in (exact, fast)]
+    torch.testing.assert_close(*signs, rtol=FAST_TOLERANCE, atol=0)
+
+
+@pytest.mark.parametrize("held", [1, 1 << 20])
+def test_random_spaces_of_many_places_are_those_of_each(held: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(controls.DRAWN_ELEMENTS, "cpu", held)
+    moments = [[second_moment(decaying(300, 24, seed=at)), second_moment(normal(300, 24, seed=at))] for at in range(3)]
+    # Ranks differ between bases of a place and between places, and not all are led.
+    bases = [[orthonormal(24, rank, seed=at) for rank in ranks] for at, ranks in enumerate(([4, 4, 3], [4, 4], [3, 4]))]
+    led = [[True, False, True], [True, False], [False, False]]
+    every = random_spaces_beside(moments, bases, draws=30, keep=5, led=led)
+    for here, spaces, mine, ahead in zip(moments, every, bases, led, strict=True):
+        for moment, found in zip(here, spaces, strict=True):
+            for basis, one, first in zip(mine, found, ahead, strict=True):
+                alone = random_spaces(moment, basis, draws=30, keep=5)
+                for name in ("haar", "normal"):
+                    torch.testing.assert_close(getattr(one, name), getattr(alone, name), rtol=EXACT, atol=0)
+                for name in ("normal_squares", "normal_bases"):
+                    wanted = getattr(alone, name)
+                    torch.testing.assert_close(
+                        getattr(one, name), wanted if first else wanted[:0], rtol=1e-9, atol=1e-9
+                    )
 
 
 # Windows
@@ -264,8 +289,12 @@ def test_float32_windows_agree_with_float64() -> None:
 
 def test_windows_may_come_in_any_order_and_length() -> None:
     rows = torch.arange(10.0)[:, None]
-    stacked = stack_windows(rows, torch.tensor([7, 3, 7, 3, 3, 7, 7, 5, 3, 7]))[..., 0]
+    windows = torch.tensor([7, 3, 7, 3, 3, 7, 7, 5, 3, 7])
+    stacked = stack_windows([rows], windows)[0][..., 0]
     assert stacked.tolist() == [[1, 3, 4, 8, 0], [7, 0, 0, 0, 0], [0, 2, 5, 6, 9]]
+    some = torch.tensor([1, 2, 9])
+    stacked = stack_windows([rows[some]], windows, some)[0][..., 0]
+    assert stacked.tolist() == [[1, 0, 0, 0, 0], [0, 0, 0, 0, 0], [0, 2, 0, 0, 9]]
 
 
 def test_tokens_that_are_not_kept_do_not_count() -> None:
@@ -472,27 +501,6 @@ def test_anisotropy_shares_are_those_of_the_projected_moment() -> None:
         assert removal.p == 1 / (draws + 1)
 
 
-@pytest.mark.parametrize("power", [0.0, 0.6])
-def test_leading_eigenvalues_by_lanczos(power: float) -> None:
-    moment = second_moment(decaying(900, 300, power=power))
-    bases = torch.stack([orthonormal(300, 8, seed=seed) for seed in range(3)])
-    exact = []
-    for basis in bases:
-        rest = torch.eye(300, dtype=torch.float64) - basis @ basis.T
-        exact.append(float(torch.linalg.eigvalsh(rest @ moment @ rest)[-1]))
-    tolerance = 1e-3 if power == 0 else 1e-6
-    np.testing.assert_allclose(leading_without(moment, bases), exact, rtol=tolerance)
-    np.testing.assert_allclose(leading_without(moment.float(), bases.float()), exact, rtol=tolerance)
-
-
-def test_leading_axes_hold_what_the_exact_ones_hold() -> None:
-    moment = second_moment(decaying(900, 300))
-    values, axes = leading_axes(moment, 8)
-    exact, vectors = torch.linalg.eigh(moment)
-    np.testing.assert_allclose(values, exact.flip(0)[:8], rtol=1e-3)
-    assert overlap(axes, vectors.flip(1)[:, :8]) > 0.99
-
-
 def test_leading_variance_of_gradients() -> None:
     rows = torch.tensor([[3.0, 0.0], [-3.0, 0.0], [0.0, 1.0], [0.0, -1.0]]) + 5
     assert gradient_leading_variance(rows) == pytest.approx(0.9)
@@ -615,6 +623,34 @@ def test_correlations_equal_a_naive_bootstrap() -> None:
     assert weak.p == pytest.approx(np.mean(np.array(null) >= weak.r.value), abs=0.05)
 
 
+def test_several_correlations_are_those_of_each() -> None:
+    x, y = normal(60).round(decimals=1), normal(60, 4, seed=1)
+    y[:, 1], y[7, 2] = 3.0, math.nan
+    for ranked in (False, True):
+        found = permutation_correlations(x, y, ranked=ranked, seed=2, resamples=199)
+        for one, column in zip(found, y.T, strict=True):
+            known = column.isfinite()
+            pair = (x[known], column[known])
+            alone = permutation_correlation(*(map(ranks, pair) if ranked else pair), seed=2, resamples=199)
+            for name in ("p", "p_two_sided", "types"):
+                assert getattr(one, name) == pytest.approx(getattr(alone, name), nan_ok=True)
+            for name in ("r", "slope"):
+                for end in ("value", "low", "high"):
+                    wanted = getattr(getattr(alone, name), end)
+                    assert getattr(getattr(one, name), end) == pytest.approx(wanted, abs=1e-12, nan_ok=True)
+    assert math.isnan(found[1].r.value)
+    assert found[2].types == 59
+
+
+def test_turns_of_rings_are_permutations_of_types() -> None:
+    x, y = normal(17), normal(17, seed=1)
+    found = permutation_correlation(x, y, seed=5, resamples=50)
+    orders = draw_permutations(50, 17, 5).orders
+    draws = torch.tensor([np.corrcoef(x[order], y)[0, 1] for order in orders])
+    assert found.p == permutation_p(found.r.value, draws)
+    assert found.p_two_sided == permutation_p(abs(found.r.value), draws.abs())
+
+
 def test_frequencies_permuted_over_types_keep_the_nominal_rate() -> None:
     flagged = 0
     for seed in range(200):
@@ -708,20 +744,6 @@ def test_updates_of_rows() -> None:
     assert found.by_frequency.bins[2].energy.value == pytest.approx(
         float((moved[100:] @ proxy.basis).square().sum() / moved[100:].square().sum()), rel=1e-10
     )
-
-
-def test_what_is_left_beside_one_dominating_direction_is_found_in_float32() -> None:
-    generator = torch.Generator().manual_seed(5)
-    axes = torch.linalg.qr(torch.randn(112, 112, generator=generator, dtype=torch.float64)).Q
-    values = torch.cat([torch.ones(1), 1e-4 / torch.arange(1, 112)]).double()
-    moment = (axes * (values / values.sum())) @ axes.T
-    bases = torch.stack([axes[:, :1], axes[:, 5:6]])
-    found = leading_without(moment.float(), bases.float())
-    exact = [
-        torch.linalg.eigvalsh(moment - moment @ b @ b.T - b @ b.T @ moment + b @ (b.T @ moment @ b) @ b.T)[-1]
-        for b in bases
-    ]
-    torch.testing.assert_close(found, torch.stack(exact), rtol=1e-2, atol=1e-7)
 
 
 def test_normal_spaces_exist_where_they_are_half_of_all_directions() -> None:

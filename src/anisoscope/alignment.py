@@ -23,7 +23,16 @@ from torch import Tensor
 
 from anisoscope.errors import SpecError
 from anisoscope.gradients import capture_gradients
-from anisoscope.held import WITH_MEAN, WITHOUT_MEAN, Candidate, Held, Place, enrichment_rows
+from anisoscope.held import (
+    WITH_MEAN,
+    WITHOUT_MEAN,
+    Candidate,
+    Held,
+    Place,
+    enrichment_rows,
+    hold_against,
+    split_by_frequency,
+)
 from anisoscope.metrics import Metric, all_metrics
 from anisoscope.past import Past, sketch
 from anisoscope.probed import Probed, ProbeRow
@@ -35,8 +44,8 @@ VIEWS = ("enrichment", "removal", "trend", "turn")
 GRADIENTS = ("virtual", "activation")
 PROXIES = ("pca", "seminmf")
 CONTROLS = ("type_disjoint",)
-# Numbers of states that are fitted on at one time.
-FITTED_ELEMENTS = 1 << 28
+# Numbers of states whose places are looked at together: as many as caches hold, or as a GPU is busy with.
+FITTED_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 28}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -59,13 +68,13 @@ def align(probed: Probed, names: Collection[str], past: Past | None = None) -> A
     analysis, own = _Analysis(probed, found), probed.spec.proxy_from is None
     usual = dict.fromkeys(name for item in found.values() for name in item.populations)
     for places in analysis.places(probed.spec.populations or tuple(usual)):
-        for place, proxies in zip(places, analysis.fit(places), strict=True):
-            held = analysis.hold(place)
-            if own:
-                aligned.rows.extend(analysis.at(held, proxies))
+        helds, fits = [analysis.hold(place) for place in places], analysis.fit(places)
+        if own:
+            aligned.rows.extend(analysis.at(helds, fits))
+            for place, proxies in zip(places, fits, strict=True):
                 aligned.attachments.update(sketch(place.site, place.population, place.fitted, proxies))
-            if past is not None:
-                aligned.rows.extend(analysis.against_past(held, proxies, past))
+        if past is not None:
+            aligned.rows.extend(analysis.against_past(helds, fits, past))
     if own:
         aligned.rows.extend(analysis.of_modules())
     return aligned
@@ -91,13 +100,16 @@ class _Analysis:
         self.proxies = tuple(dict.fromkeys((spec.proxy, *PROXIES)))
 
     def places(self, populations: Sequence[str]) -> Iterator[list[Place]]:
-        """One at a time; several on a GPU, which hardly needs longer to fit the proxies of many than those of one."""
+        """Some of one width at a time: a GPU hardly needs longer for many small ones than for one."""
         some: list[Place] = []
         for site, population in itertools.product(self.probed.sites, populations):
-            some.append(self.place(site, population))
-            if not some[0].fitted.is_cuda or sum(one.fitted.numel() for one in some) > FITTED_ELEMENTS:
+            place = self.place(site, population)
+            elements = sum(one.fitted.numel() for one in (*some, place))
+            limit = FITTED_ELEMENTS.get(place.fitted.device.type, FITTED_ELEMENTS["cuda"])
+            if some and (elements > limit or place.fitted.shape[1] != some[0].fitted.shape[1]):
                 yield some
                 some = []
+            some.append(place)
         if some:
             yield some
 
@@ -127,31 +139,41 @@ class _Analysis:
         """The proxies of each that are one space for all tokens."""
         methods = [name for name in self.proxies if name != "local_pca"]
         ranks = [self.rank_in(place.fitted.shape[1]) for place in places]
-        return fit_each([[place.fitted] for place in places], methods=methods, ranks=ranks, seed=self.seed)
+        return fit_each([[place.fitted] for place in places], methods=methods, ranks=ranks, seed=self.seed, last=False)
 
-    def at(self, held: Held, proxies: Mapping[str, Proxy]) -> Iterator[ProbeRow]:
-        """Everything of one place, with the proxies of this checkpoint."""
-        variants = ((WITH_MEAN, lambda proxy: proxy), (WITHOUT_MEAN, without_mean))
-        yield from held.enrichment(
-            [(n, make(one), variant) for n, one in proxies.items() for variant, make in variants]
-        )
-        yield from held.removal(proxies)
-        yield from held.by_frequency(proxies)
-        if "local_pca" in self.proxies:
-            yield from held.local()
-        if self.type_disjoint:
-            yield from self._type_disjoint(held.place)
+    def at(self, helds: Sequence[Held], fits: Sequence[Mapping[str, Proxy]]) -> Iterator[ProbeRow]:
+        """Everything of some places, with the proxies of this checkpoint."""
+        rid = iter(without_mean([one for proxies in fits for one in proxies.values()]))
+        candidates: list[list[Candidate]] = [
+            [
+                one
+                for name, proxy in proxies.items()
+                for one in ((name, proxy, WITH_MEAN), (name, next(rid), WITHOUT_MEAN))
+            ]
+            for proxies in fits
+        ]
+        found, binned = hold_against(helds, candidates, removal=True), split_by_frequency(helds, fits)
+        for held, *rows in zip(helds, found, binned, strict=True):
+            yield from itertools.chain.from_iterable(rows)
+            if "local_pca" in self.proxies:
+                yield from held.local()
+            if self.type_disjoint:
+                yield from self._type_disjoint(held.place)
 
-    def against_past(self, held: Held, proxies: Mapping[str, Proxy], past: Past) -> Iterator[ProbeRow]:
+    def against_past(
+        self, helds: Sequence[Held], fits: Sequence[Mapping[str, Proxy]], past: Past
+    ) -> Iterator[ProbeRow]:
         """Energies in the proxies of earlier checkpoints, and how far this one's proxy is from them."""
-        place = held.place
-        earlier: list[Candidate] = []
-        for name in PROXIES:
-            rank = self.rank_in(place.fitted.shape[1])
-            for fit, before in past.proxies(place.site, place.population, name, rank, place.fitted):
-                earlier.append((name, before, f"{WITH_MEAN};fit={fit}"))
-                yield from held.turn(name, before, proxies[name], fit)
-        yield from held.enrichment(earlier)
+        every: list[list[Candidate]] = []
+        for held, proxies in zip(helds, fits, strict=True):
+            place, earlier = held.place, []
+            for name in PROXIES:
+                rank = self.rank_in(place.fitted.shape[1])
+                for fit, before in past.proxies(place.site, place.population, name, rank, place.fitted):
+                    earlier.append((name, before, f"{WITH_MEAN};fit={fit}"))
+                    yield from held.turn(name, before, proxies[name], fit)
+            every.append(earlier)
+        yield from itertools.chain.from_iterable(hold_against(helds, every))
 
     def _type_disjoint(self, place: Place) -> Iterator[ProbeRow]:
         """Half of the token types to fit on, the other half to test on."""
@@ -162,8 +184,8 @@ class _Analysis:
         mine = first[place.fitted_types]
         keep = place.keep & ~first[self.probed.gradients.tokens.ids]
         other = replace(place, fitted=place.fitted[mine], fitted_types=place.fitted_types[mine], keep=keep)
-        held = self.hold(other)
-        yield from held.enrichment([(n, one, f"{WITH_MEAN};split=types") for n, one in self.fit([other])[0].items()])
+        candidates = [(name, one, f"{WITH_MEAN};split=types") for name, one in self.fit([other])[0].items()]
+        yield from hold_against([self.hold(other)], [candidates])[0]
 
     def of_modules(self) -> Iterator[ProbeRow]:
         """Gradients of linear modules and of embedding rows, where they are asked for; the proxy is of their inputs."""
@@ -195,7 +217,8 @@ class _Analysis:
                 keep=keep,
             )
             held = Held(probed, self.metrics, place, ("linear",))
-            yield from held.enrichment([(name, proxy, WITH_MEAN) for name, proxy in self.fit([place])[0].items()])
+            candidates = [(name, proxy, WITH_MEAN) for name, proxy in self.fit([place])[0].items()]
+            yield from hold_against([held], [candidates])[0]
         if test.embedding is not None:
             yield from self._embedding(test.embedding.read, test.embedding.types, "embed")
             if test.embedding.predicted is not None:

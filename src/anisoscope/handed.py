@@ -14,7 +14,7 @@ from torch import Tensor
 from anisoscope import curvature, pinning
 from anisoscope.alignment import GRADIENTS
 from anisoscope.errors import SpecError
-from anisoscope.held import enrichment_rows, leading_share
+from anisoscope.held import enrichment_rows, leading_shares
 from anisoscope.metrics import Metric
 from anisoscope.metrics.alignment import Removed, Trend
 from anisoscope.probed import ProbeRow
@@ -90,7 +90,7 @@ def _of_gradients(
     else:
         found, moment = uncoupled_alignment(rows, fitted, documents=tested, seed=seed), second_moment(rows)
     place = {**_PLACE, "points": len(rows)}
-    yield from enrichment_rows(named, found, leading_share(moment), columns={}, **place)
+    yield from enrichment_rows(named, found, leading_shares([moment])[0], columns={}, **place)
     if "tangent_anisotropy_share" in named:
         share = anisotropy_share(moment, fitted, seed=seed)
         removal = share.isoscore_change

@@ -1,19 +1,22 @@
 """The gradients of one place held against proxies: rows for energies, shares, bins of frequency, turns."""
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from anisoscope.gradients import Coupled
+from anisoscope.kernels.leading import leading_values
 from anisoscope.metrics import Metric
 from anisoscope.metrics.alignment import Enrichment, Removed, Trend, Turned
 from anisoscope.probed import Probed, ProbeRow
 from anisoscope.records import Site
-from anisoscope.tangent.anisotropy import LED_DRAWS, AnisotropyShare, anisotropy_shares, leading_value
+from anisoscope.tangent.anisotropy import LED_DRAWS, AnisotropyShare, anisotropy_shares
 from anisoscope.tangent.controls import RandomSpaces, second_moment
 from anisoscope.tangent.dynamics import random_distance, turn_between
 from anisoscope.tangent.energies import (
@@ -58,7 +61,9 @@ class Held:
         self.rows = place.here.gradients[place.keep]
         self.pairing = None
         self.moments: dict[str, Tensor] = {}
-        self.points = int(place.keep.sum())
+        self.squares: dict[str, Tensor] = {}
+        """‖Qᵀa‖² and ‖a‖² of the activation gradients, for each proxy they were held against."""
+        self.points = len(self.rows)
         self.excluded = len(place.keep) - self.points
         if {"virtual", "linear"} & set(self.gradients):
             windows = self.shown.windows
@@ -68,8 +73,6 @@ class Held:
         for name in self.gradients:
             coupled = name != "activation" and self.pairing is not None
             self.moments[name] = self.pairing.moment if coupled and self.pairing else second_moment(self.rows)
-        self.shares = {name: leading_share(moment) for name, moment in self.moments.items()}
-        self.spaces: dict[tuple[str, str], RandomSpaces | None] = {}
 
     def _columns(self, gradient: str, name: str, proxy: Proxy, variant: str) -> dict[str, Any]:
         return {"gradient": gradient, "proxy": name, "rank": proxy.rank, "variant": variant}
@@ -91,35 +94,35 @@ class Held:
                 **columns,
             )
 
-    def enrichment(self, candidates: Sequence[Candidate]) -> Iterator[ProbeRow]:
-        """Energy, its controls and the source's ratio, for each proxy and gradient."""
+    def enrichment(
+        self, candidates: Sequence[Candidate], spaces: Sequence[Sequence[RandomSpaces | None]], shares: Sequence[float]
+    ) -> Iterator[ProbeRow]:
+        """Energy, its controls and the source's ratio, for each proxy and gradient.
+
+        With the random spaces of each gradient and proxy, and the leading share of each gradient.
+        """
         place = self.place
-        usable = [one for one in candidates if one[1].rank > 0]
-        proxies = [proxy for _, proxy, _ in usable]
+        proxies = [proxy for _, proxy, _ in candidates]
         found: dict[str, list[Alignment]] = {}
-        led = [variant == WITH_MEAN and "tangent_anisotropy_share" in self.metrics for _, _, variant in usable]
-        moments = list(self.moments.values())
-        every = spaces_beside(moments, proxies, seed=self.seed, keep=LED_DRAWS, led=led)
-        for gradient, moment, spaces in zip(self.moments, moments, every, strict=True):
-            self.spaces |= {
-                (gradient, name): one
-                for (name, _, variant), one in zip(usable, spaces, strict=True)
-                if variant == WITH_MEAN
-            }
+        for (gradient, moment), beside in zip(self.moments.items(), spaces, strict=True):
             if gradient == "activation":
+                squares = row_squares(self.rows, [proxy.basis for proxy in proxies])
+                for number, (name, _, variant) in enumerate(candidates):
+                    if variant == WITH_MEAN:
+                        self.squares[name] = squares[:, [number, -1]]
                 documents = self.shown.tokens.documents[place.keep]
-                settings = {"documents": documents, "moment": moment, "spaces": spaces}
+                settings = {"documents": documents, "moment": moment, "squares": squares, "spaces": beside}
                 found[gradient] = uncoupled_alignments(self.rows, proxies, seed=self.seed, **settings)
             else:
                 assert self.pairing is not None
-                found[gradient] = coupled_alignments(self.pairing, proxies, seed=self.seed, spaces=spaces)
-        for number, (name, proxy, variant) in enumerate(usable):
-            for gradient in self.gradients:
+                found[gradient] = coupled_alignments(self.pairing, proxies, seed=self.seed, spaces=beside)
+        for number, (name, proxy, variant) in enumerate(candidates):
+            for gradient, share in zip(self.gradients, shares, strict=True):
                 yield from enrichment_rows(
                     self.metrics,
                     found[gradient][number],
                     # What the gradients are by themselves is told once.
-                    self.shares[gradient] if variant == WITH_MEAN else math.nan,
+                    share if variant == WITH_MEAN else math.nan,
                     site=place.site,
                     population=place.population,
                     points=self.points,
@@ -127,18 +130,12 @@ class Held:
                     columns=self._columns(gradient, name, proxy, variant),
                 )
 
-    def removal(self, proxies: Mapping[str, Proxy]) -> Iterator[ProbeRow]:
-        """What is left of the gradients' anisotropy without each proxy, in four ways."""
-        if "tangent_anisotropy_share" not in self.metrics:
-            return
-        zeta = self.probed.spec.isoscore_zeta
-        for gradient in self.gradients:
-            spaces = [self.spaces.get((gradient, name)) for name in proxies]
-            every = anisotropy_shares(
-                self.moments[gradient], list(proxies.values()), seed=self.seed, zeta=zeta, spaces=spaces
-            )
-            for (name, proxy), found in zip(proxies.items(), every, strict=True):
-                yield from self._removed(gradient, name, proxy, found)
+    def removal(
+        self, gradient: str, candidates: Sequence[Candidate], found: Sequence[AnisotropyShare]
+    ) -> Iterator[ProbeRow]:
+        """What is left of a gradient's anisotropy without each proxy, in four ways."""
+        for (name, proxy, _), share in zip(candidates, found, strict=True):
+            yield from self._removed(gradient, name, proxy, share)
 
     def _removed(self, gradient: str, name: str, proxy: Proxy, found: AnisotropyShare) -> Iterator[ProbeRow]:
         ways = {
@@ -157,19 +154,8 @@ class Held:
                 beside = {"control": control, "control_value": value, "p": p}
                 yield from self._row("tangent_anisotropy_share", view, **columns, **beside)
 
-    def by_frequency(self, proxies: Mapping[str, Proxy]) -> Iterator[ProbeRow]:
+    def by_frequency(self, name: str, proxy: Proxy, found: ByFrequency) -> Iterator[ProbeRow]:
         """Energies of activation gradients by token frequency, and their trend over types."""
-        if "activation" not in self.gradients or "tangent_frequency_trend" not in self.metrics:
-            return
-        types = self.shown.tokens.ids[self.place.keep].cpu()
-        known = self.probed.log_frequency(types)
-        squares = row_squares(self.rows, [proxy.basis for proxy in proxies.values()])
-        for number, (name, proxy) in enumerate(proxies.items()):
-            here = squares[:, [number, -1]]
-            found = squares_by_frequency(here, (proxy.dim, proxy.rank), known, types, seed=self.seed)
-            yield from self._by_frequency(name, proxy, found)
-
-    def _by_frequency(self, name: str, proxy: Proxy, found: ByFrequency) -> Iterator[ProbeRow]:
         columns = self._columns("activation", name, proxy, WITH_MEAN)
         for number, one in enumerate(found.bins):
             frequency = f"{WITH_MEAN};log10_frequency={one.log_frequency / math.log(10):.2f}"
@@ -264,7 +250,68 @@ def enrichment_rows(
             )
 
 
-def leading_share(moment: Float[Tensor, "d d"]) -> float:
-    """λ₁ / Σλ of a second moment; NaN where it is zero."""
-    total = float(moment.diagonal().sum())
-    return leading_value(moment) / total if total > 0 else math.nan
+def leading_shares(moments: Sequence[Float[Tensor, "d d"]]) -> list[float]:
+    """λ₁ / Σλ of each second moment, all of one size; NaN where it is zero."""
+    stacked = torch.stack(list(moments))
+    totals = stacked.diagonal(dim1=1, dim2=2).double().sum(1).cpu()
+    return torch.where(totals > 0, leading_values(stacked) / totals, math.nan).tolist()
+
+
+def hold_against(
+    helds: Sequence[Held], candidates: Sequence[Sequence[Candidate]], *, removal: bool = False
+) -> list[list[ProbeRow]]:
+    """Rows of each place for its candidates; of places of one width, whose searches and draws are made side by side.
+
+    With `removal` also what is left of anisotropy without the candidates that are plain proxies.
+    """
+    metrics, spec = helds[0].metrics, helds[0].probed.spec
+    if not helds[0].gradients:
+        return [[] for _ in helds]
+    usable = [[one for one in mine if one[1].rank > 0] for mine in candidates]
+    proxies = [[proxy for _, proxy, _ in mine] for mine in usable]
+    plain = [[variant == WITH_MEAN for _, _, variant in mine] for mine in usable]
+    removal = removal and "tangent_anisotropy_share" in metrics
+    led = plain if removal else [[False] * len(mine) for mine in plain]
+    moments = [list(held.moments.values()) for held in helds]
+    spaces = spaces_beside(moments, proxies, seed=spec.seed, keep=LED_DRAWS, led=led)
+    every = iter(leading_shares(list(itertools.chain.from_iterable(moments))))
+    shares = [list(itertools.islice(every, len(mine))) for mine in moments]
+    rows = [
+        list(held.enrichment(mine, beside, leading))
+        for held, mine, beside, leading in zip(helds, usable, spaces, shares, strict=True)
+    ]
+    if removal:
+        cases = [(at, number) for at, mine in enumerate(moments) for number in range(len(mine))]
+        kept = [list(itertools.compress(mine, chosen)) for mine, chosen in zip(proxies, plain, strict=True)]
+        found = anisotropy_shares(
+            [moments[at][number] for at, number in cases],
+            [kept[at] for at, _ in cases],
+            [list(itertools.compress(spaces[at][number], plain[at])) for at, number in cases],
+            leading_shares=[shares[at][number] for at, number in cases],
+            zeta=spec.isoscore_zeta,
+        )
+        for (at, number), mine in zip(cases, found, strict=True):
+            named = itertools.compress(usable[at], plain[at])
+            rows[at].extend(helds[at].removal(helds[at].gradients[number], list(named), mine))
+    return rows
+
+
+def split_by_frequency(helds: Sequence[Held], fits: Sequence[Mapping[str, Proxy]]) -> list[list[ProbeRow]]:
+    """Rows by token frequency of places that were held against their proxies; of the same tokens side by side."""
+    rows: list[list[ProbeRow]] = [[] for _ in helds]
+    if "activation" not in helds[0].gradients or "tangent_frequency_trend" not in helds[0].metrics:
+        return rows
+    probed, every = helds[0].probed, helds[0].shown.tokens.ids.cpu()
+    kept = torch.stack([held.place.keep for held in helds]).cpu()
+    alike: dict[bytes, list[int]] = {}
+    for at, keep in enumerate(kept):
+        alike.setdefault(keep.numpy().tobytes(), []).append(at)
+    for places in alike.values():
+        types = every[kept[places[0]]]
+        cases = [(at, name, proxy) for at in places for name, proxy in fits[at].items() if name in helds[at].squares]
+        above, below = torch.stack([helds[at].squares[name] for at, name, _ in cases], 1).unbind(2)
+        shapes = [(proxy.dim, proxy.rank) for _, _, proxy in cases]
+        found = squares_by_frequency(above, below, shapes, probed.log_frequency(types), types, seed=probed.spec.seed)
+        for (at, name, proxy), one in zip(cases, found, strict=True):
+            rows[at].extend(helds[at].by_frequency(name, proxy, one))
+    return rows

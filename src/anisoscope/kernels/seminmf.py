@@ -169,45 +169,53 @@ def _alternate(
     """Codes, directions (float64), squared errors and whether they settled.
 
     Each iteration extrapolates Z and D along their last change, steps Z and solves for D. One that raised the error is
-    undone, and the next goes without momentum (Ang and Gillis 2019).
+    undone, and the next goes without momentum (Ang and Gillis 2019). A cloud that has settled leaves the others.
     """
     directions = _least_squares(codes, points, codes.new_zeros(*codes.shape[:2], points.shape[2], dtype=torch.float64))
     squares = [[one] for one in (dropped + _squared_errors(codes, directions, points)).tolist()]
-    momentum, settled = [0] * len(squares), [False] * len(squares)
+    settled, found = [False] * len(squares), {}
+    # Of the clouds that are still here: their places, and for how many iterations momentum has gathered.
+    here, momentum = list(range(len(squares))), [0] * len(squares)
     last_codes, last_directions = codes, directions
     for iteration in range(1, iterations + 1):
         if iteration % CHECK_EVERY == 1 and bool((idle := codes.amax(2) == 0).any()):
             directions = directions.clone()
-            for place in idle.any(1).nonzero().flatten().tolist():
-                directions[place] = _redirect(idle[place], codes[place], directions[place], points[place])
-                momentum[place] = 0
+            for number in idle.any(1).nonzero().flatten().tolist():
+                directions[number] = _redirect(idle[number], codes[number], directions[number], points[number])
+                momentum[number] = 0
         ahead = _extrapolate(last_directions, directions, momentum)
         shrink, shift = _gradient_step(ahead, points)
         new_codes = _step_codes(_extrapolate(last_codes, codes, momentum), shrink, shift)
         new_directions = _least_squares(new_codes, points, ahead)
         errors = (dropped + _squared_errors(new_codes, new_directions, points)).tolist()
-        better = [not settled[place] and error <= squares[place][-1] for place, error in enumerate(errors)]
+        better = [error <= squares[place][-1] for place, error in zip(here, errors, strict=True)]
         last_codes, codes = _choose(better, codes, last_codes), _choose(better, new_codes, codes)
         last_directions, directions = (
             _choose(better, directions, last_directions),
             _choose(better, new_directions, directions),
         )
-        for place, error in enumerate(errors):
+        for number, (place, error) in enumerate(zip(here, errors, strict=True)):
             history = squares[place]
-            if settled[place]:
-                continue
-            if not better[place] and not momentum[place]:
+            if not better[number] and not momentum[number]:
                 # Steps from Z itself no longer lower the error: what is left is rounding.
                 settled[place] = True
                 continue
-            history.append(error if better[place] else history[-1])
-            momentum[place] = momentum[place] + 1 if better[place] else 0
+            history.append(error if better[number] else history[-1])
+            momentum[number] = momentum[number] + 1 if better[number] else 0
             # A relative change of the error is half that of its square.
             if iteration % CHECK_EVERY == 0 and history[-1 - CHECK_EVERY] - history[-1] <= 2 * tolerance * history[-1]:
                 settled[place] = True
-        if all(settled):
-            break
-    return codes, directions, squares, settled
+        going = [number for number, place in enumerate(here) if not settled[place]]
+        if len(going) < len(here) or iteration == iterations:
+            found |= {place: (codes[number], directions[number]) for number, place in enumerate(here)}
+            if not going:
+                break
+            index = torch.tensor(going, device=codes.device)
+            points, dropped, codes, directions = points[index], dropped[index], codes[index], directions[index]
+            last_codes, last_directions = last_codes[index], last_directions[index]
+            here, momentum = [here[number] for number in going], [momentum[number] for number in going]
+    parts = [torch.stack([found[place][part] for place in range(len(squares))]) for part in (0, 1)]
+    return parts[0], parts[1], squares, settled
 
 
 def _extrapolate(last: Float[Tensor, "s r k"], now: Float[Tensor, "s r k"], momentum: Sequence[int]) -> Tensor:

@@ -10,25 +10,17 @@ from dataclasses import dataclass
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.nn.functional import pad
 
 from anisoscope.kernels import gram
 from anisoscope.kernels.gram import GramSums, center
+from anisoscope.kernels.leading import leading_axes, leading_values, leading_without
 from anisoscope.metrics.spectrum import isoscore_star
-from anisoscope.tangent.controls import DRAWS, RandomSpaces, random_spaces_beside
+from anisoscope.tangent.controls import DRAWS, RandomSpaces, random_spaces
 from anisoscope.tangent.inference import permutation_p
 from anisoscope.tangent.proxies import Proxy
 
-# Normal spaces whose spectrum is looked at, and Lanczos steps for its leading eigenvalue: the tests find it within 1e-3
-# of float64 on flat spectra, which are the slowest, and within 1e-6 where it stands out.
-LED_DRAWS, LANCZOS_STEPS = 20, 48
-# Steps at which the search is looked at, and the residual, relative to the eigenvalue, at which it ends: an eigenvalue
-# is then as near, and the largest, where it stands out, nearer by the square.
-LOOKS, SETTLED = (12, 16, 20, 24, 32, 40), 1e-5
-# Powers of C in the search for its r leading axes, and axes beyond them.
-KRYLOV_BLOCKS, SPARE_AXES = 4, 8
-# Up to so many coordinates all eigenvalues of C come sooner than a search for the largest.
-SMALL_DIM = 128
+# Normal spaces whose spectrum is looked at, and the residual at which leading axes of C have settled for it.
+LED_DRAWS, SETTLED_AXES = 20, 1e-4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,64 +67,125 @@ def anisotropy_share(
 
     Zero-padding what is left to d coordinates would lower its IsoScore*; so it is taken in the d - r that there are.
     """
-    return anisotropy_shares(moment, [proxy], draws=draws, seed=seed, zeta=zeta)[0]
+    total = float(moment.diagonal().double().sum())
+    usable = _why_not(proxy, total) is None
+    keep = min(draws, LED_DRAWS)
+    spaces = random_spaces(moment, proxy.basis, draws=draws, seed=seed, keep=keep) if usable else None
+    leading = [float(leading_values(moment[None])) / total if total > 0 else math.nan]
+    return anisotropy_shares([moment], [[proxy]], [[spaces]], leading_shares=leading, zeta=zeta)[0][0]
 
 
 def anisotropy_shares(
-    moment: Float[Tensor, "d d"],
-    proxies: Sequence[Proxy],
+    moments: Sequence[Float[Tensor, "d d"]],
+    proxies: Sequence[Sequence[Proxy]],
+    spaces: Sequence[Sequence[RandomSpaces | None]],
     *,
-    draws: int = DRAWS,
-    seed: int = 0,
+    leading_shares: Sequence[float],
     zeta: float = 0.25,
-    spaces: Sequence[RandomSpaces | None] | None = None,
-) -> list[AnisotropyShare]:
-    """Of one moment for several proxies, with one search for leading eigenvalues.
+) -> list[list[AnisotropyShare]]:
+    """Of several moments of one size, each for proxies of its own, with one search for all leading eigenvalues.
 
-    `spaces` are those of `energies.spaces_beside`, with at least LED_DRAWS bases, where they are known.
+    `spaces` are those of `energies.spaces_beside`, with at least LED_DRAWS bases for proxies that have a normal space;
+    `leading_shares` are l₁/Σl.
     """
-    total, squares = torch.stack([moment.diagonal().double().sum(), moment.double().square().sum()]).tolist()
-    dim = len(moment)
-    notes = [_why_not(proxy, total) for proxy in proxies]
-    usable = [place for place, note in enumerate(notes) if note is None]
-    if spaces is None:
-        known = [proxies[place].basis for place in usable]
-        found = random_spaces_beside([moment], known, draws=draws, seed=seed, keep=min(draws, LED_DRAWS))[0]
-        spaces = [found[usable.index(place)] if place in usable else None for place in range(len(proxies))]
-    every: dict[int, Tensor] = {}
-    for place in usable:
-        proxy, here = proxies[place], spaces[place]
-        assert here is not None
-        own = torch.stack([proxy.basis.to(moment), proxy.following[:, : proxy.rank].to(moment)])
-        # Tangent first, next second, then the random ones.
-        every[place] = torch.cat([own, here.normal_bases[:LED_DRAWS].to(moment)])
+    stacked = torch.stack(list(moments))
+    totals = stacked.diagonal(dim1=1, dim2=2).double().sum(1)
+    squares = torch.linalg.matrix_norm(stacked.double()).square()
+    notes = [[_why_not(one, total) for one in mine] for mine, total in zip(proxies, totals.tolist(), strict=True)]
+    shares = [[_nothing(note) for note in mine] for mine in notes]
+    usable = [(at, place) for at, mine in enumerate(notes) for place, note in enumerate(mine) if note is None]
     if not usable:
-        return [_nothing(note) for note in notes]
-    leading, *without = _leading_each(moment, list(every.values()))
-    values, axes = leading_axes(moment, max(proxies[place].rank for place in usable), seed)
-    shares = [_nothing(note) for note in notes]
-    for place, largest in zip(usable, without, strict=True):
-        rank, bases, here = proxies[place].rank, every[place], spaces[place]
-        assert here is not None
-        images = moment @ bases[:2]
-        inside = bases[:2].mT @ images
-        held = inside.diagonal(dim1=1, dim2=2).double().sum(1)
-        rest_squares = squares - 2 * images.double().square().sum((1, 2)) + inside.double().square().sum((1, 2))
-        left = total - torch.cat([held.cpu(), here.normal * total])
-        left_squares = torch.cat([rest_squares.cpu(), here.normal_squares]).clamp_min(0)
-        whole_score = _isoscore(left.new_tensor(total), left.new_tensor(squares), dim, zeta)
-        # ‖P(C - l̄I)P‖² = ‖PCP‖² - 2l̄ tr PCP + l̄²(d - r)
-        flat = total / dim
-        uneven = squares - total * flat
-        rest_uneven = left_squares - 2 * flat * left + flat**2 * (dim - rank)
-        along = (axes[:, :rank].T @ bases).double().square().sum(2).cpu()
-        shares[place] = AnisotropyShare(
-            isoscore_change=_removal(_isoscore(left, left_squares, dim - rank, zeta) - whole_score),
-            leading_drop=_removal(leading / total - largest / left[: len(bases)]),
-            spectral_share=_removal(along @ values[:rank] / values[:rank].sum()),
-            anisotropic_energy=_removal(1 - rest_uneven / uneven if uneven > 0 else torch.full_like(left, math.nan)),
+        return shares
+    bases = _beside(stacked, proxies, spaces, usable)
+    rank = bases.shape[-1]
+    without = leading_without(stacked, bases.flatten(1, 2)).unflatten(1, bases.shape[1:3])
+    values, axes = leading_axes(stacked, rank, settled=SETTLED_AXES)
+    own = bases[:, :, :2]
+    images = (stacked @ own.permute(0, 3, 1, 2, 4).flatten(2)).unflatten(2, own.shape[1:3] + own.shape[4:])
+    images = images.permute(0, 2, 3, 1, 4)
+    inside = own.mT @ images
+    held = inside.diagonal(dim1=3, dim2=4).double().sum(3)
+    rest = squares[:, None, None] + inside.double().square().sum((3, 4)) - 2 * images.double().square().sum((3, 4))
+    along = (axes[:, None, None, :, :rank].mT @ bases).double().square().sum(4)
+    held, rest, along, values, totals, squares = (one.cpu() for one in (held, rest, along, values, totals, squares))
+    known = totals.new_tensor(leading_shares)
+    for size in {proxies[at][place].rank for at, place in usable}:
+        some = [(at, place) for at, place in usable if proxies[at][place].rank == size]
+        index = torch.tensor(some).T.unbind()
+        beside = [spaces[at][place] for at, place in some]
+        normal = torch.stack([one.normal for one in beside if one is not None])
+        normal_squares = torch.stack([one.normal_squares for one in beside if one is not None])
+        total, leading = totals[index[0], None], values[index[0], :size]
+        seen = _Seen(
+            dim=stacked.shape[1],
+            rank=size,
+            total=total,
+            squares=squares[index[0], None],
+            leading_share=known[index[0], None],
+            left=torch.cat([total - held[index], total * (1 - normal)], 1),
+            left_squares=torch.cat([rest[index], normal_squares], 1).clamp_min(0),
+            left_leading=without[index],
+            spectral=(along[index][..., :size] @ (leading / leading.sum(1, keepdim=True))[..., None])[..., 0],
         )
+        for (at, place), share in zip(some, seen.shares(zeta), strict=True):
+            shares[at][place] = share
     return shares
+
+
+def _beside(
+    moments: Float[Tensor, "s d d"],
+    proxies: Sequence[Sequence[Proxy]],
+    spaces: Sequence[Sequence[RandomSpaces | None]],
+    usable: Sequence[tuple[int, int]],
+) -> Float[Tensor, "s k m d r"]:
+    """Tangent first, next second, then the random ones, for every moment and proxy; zeros where there is less."""
+    rank, draws = max(proxies[at][place].rank for at, place in usable), 0
+    for at, place in usable:
+        draws = max(draws, len(spaces[at][place].normal_bases[:LED_DRAWS]))  # type: ignore[union-attr]
+    most = max(len(mine) for mine in proxies)
+    found = moments.new_zeros(len(moments), most, 2 + draws, moments.shape[1], rank)
+    for at, place in usable:
+        proxy, here = proxies[at][place], spaces[at][place]
+        assert here is not None
+        mine = found[at, place, :, :, : proxy.rank]
+        mine[0], mine[1] = proxy.basis.to(found), proxy.following[:, : proxy.rank].to(found)
+        mine[2:] = here.normal_bases[:LED_DRAWS].to(found)
+    return found
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Seen:
+    """What is known of C and of PCP for a tangent space, the next one and random normal ones, in this order; float64.
+
+    Of PCP: trace, squared norm and largest eigenvalue (of the first); and how much of C's leading axes lies in Q.
+    """
+
+    dim: int
+    rank: int
+    total: Float[Tensor, "p 1"]
+    squares: Float[Tensor, "p 1"]
+    leading_share: Float[Tensor, "p 1"]
+    left: Float[Tensor, "p n"]
+    left_squares: Float[Tensor, "p n"]
+    left_leading: Float[Tensor, "p m"]
+    spectral: Float[Tensor, "p m"]
+
+    def shares(self, zeta: float) -> list[AnisotropyShare]:
+        whole = _isoscore(self.total, self.squares, self.dim, zeta)
+        # ‖P(C - l̄I)P‖² = ‖PCP‖² - 2l̄ tr PCP + l̄²(d - r)
+        flat = self.total / self.dim
+        uneven = self.squares - self.total * flat
+        rest = self.left_squares - 2 * flat * self.left + flat.square() * (self.dim - self.rank)
+        ways = {
+            "isoscore_change": _isoscore(self.left, self.left_squares, self.dim - self.rank, zeta) - whole,
+            "leading_drop": self.leading_share - self.left_leading / self.left[:, : self.left_leading.shape[1]],
+            "spectral_share": self.spectral,
+            "anisotropic_energy": torch.where(uneven > 0, 1 - rest / uneven, math.nan),
+        }
+        removals = {name: _removals(values) for name, values in ways.items()}
+        return [
+            AnisotropyShare(**dict(zip(removals, one, strict=True))) for one in zip(*removals.values(), strict=True)
+        ]
 
 
 def _why_not(proxy: Proxy, total: float) -> str | None:
@@ -154,86 +207,17 @@ def _nothing(note: str | None) -> AnisotropyShare:
     )
 
 
-def _leading_each(moment: Float[Tensor, "d d"], groups: Sequence[Tensor]) -> list[Tensor]:
-    """The largest eigenvalue of C, then those of PCP for each group of subspaces; all in one search."""
-    rank = max(one.shape[2] for one in groups)
-    padded = [pad(one, (0, rank - one.shape[2])) for one in groups]
-    found = leading_without(moment, torch.cat([torch.zeros_like(padded[0][:1]), *padded])).cpu()
-    return list(found.split([1, *(len(one) for one in groups)]))
-
-
 def _isoscore(total: Float[Tensor, "*s"], squares: Float[Tensor, "*s"], dim: int, zeta: float) -> Float[Tensor, "*s"]:
     return isoscore_star.function(GramSums(total=total, squares=squares, dim=dim), isoscore_zeta=zeta)
 
 
-def _removal(values: Float[Tensor, " k"]) -> Removal:
-    tangent, following, *_ = values.tolist()
-    normals = values[2:]
-    return Removal(
-        tangent=tangent, normal=float(normals.mean()), following=following, p=permutation_p(tangent, normals)
-    )
-
-
-def leading_value(moment: Float[Tensor, "d d"]) -> float:
-    """The largest eigenvalue of C."""
-    if len(moment) <= SMALL_DIM:
-        return float(torch.linalg.eigvalsh(moment.double().cpu())[-1].clamp_min(0))
-    return float(leading_without(moment, moment.new_zeros(1, len(moment), 1))[0])
-
-
-def leading_without(moment: Float[Tensor, "d d"], bases: Float[Tensor, "k d r"]) -> Float[Tensor, " k"]:
-    """The largest eigenvalue of PCP for each subspace, by Lanczos with full reorthogonalisation; float64.
-
-    The subspace stands before the vectors that the search has made: one product takes both out. Columns of zeros do
-    nothing.
-    """
-    count, dim, rank = bases.shape
-    steps = min(LANCZOS_STEPS, dim - rank)
-    known = moment.new_zeros(count, rank + steps, dim)
-    known[:, :rank] = bases.mT
-    inside = moment.new_zeros(count, steps, steps)
-    start = torch.randn(dim, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(moment)
-    vectors = start.expand(count, dim)[..., None]
-    vectors = torch.baddbmm(vectors, bases, bases.mT @ vectors, alpha=-1)
-    smallest = 1e-5 * moment.diagonal().max()
-    largest = torch.zeros(count, dtype=torch.float64)
-    for step in range(steps):
-        lengths = torch.linalg.vector_norm(vectors, dim=1, keepdim=True)
-        # A search that has seen everything it can reach goes on with zeros.
-        last = torch.where(lengths > smallest, vectors / lengths, 0)[..., 0]
-        known[:, rank + step] = last
-        seen = known[:, : rank + step + 1]
-        vectors = (last @ moment)[..., None]
-        along = seen @ vectors
-        inside[:, step, : step + 1] = along[:, rank:, 0]
-        vectors = torch.baddbmm(vectors, seen.mT, along, alpha=-1)
-        # Once is not enough in float32 where one eigenvalue is far above the others.
-        vectors = torch.baddbmm(vectors, seen.mT, seen @ vectors, alpha=-1)
-        if step + 1 in LOOKS or step + 1 == steps:
-            # On the CPU: a GPU takes longer for such small matrices than for the search.
-            values, coordinates = torch.linalg.eigh(inside[:, : step + 1, : step + 1].double().cpu())
-            largest = values[:, -1].clamp_min(0)
-            residuals = torch.linalg.vector_norm(vectors, dim=(1, 2)).cpu() * coordinates[:, -1, -1].abs()
-            if bool((residuals <= SETTLED * largest).all()):
-                break
-    return largest.to(moment.device)
-
-
-def leading_axes(
-    moment: Float[Tensor, "d d"], count: int, seed: int = 0
-) -> tuple[Float[Tensor, " k"], Float[Tensor, "d k"]]:
-    """The leading eigenvalues (float64) and eigenvectors of C, by block Krylov; exactly where C is small."""
-    dim, width = len(moment), count + SPARE_AXES
-    if width * KRYLOV_BLOCKS >= dim:
-        values, axes = torch.linalg.eigh(moment.double())
-    else:
-        generator = torch.Generator().manual_seed(seed)
-        block = torch.randn(dim, width, generator=generator, dtype=torch.float64).to(moment)
-        blocks = []
-        for _ in range(KRYLOV_BLOCKS):
-            block = torch.linalg.qr(moment @ block).Q
-            blocks.append(block)
-        basis = torch.linalg.qr(torch.cat(blocks, 1)).Q
-        values, inside = torch.linalg.eigh((basis.T @ moment @ basis).double())
-        axes = basis @ inside.to(basis)
-    return values[-count:].flip(0).clamp_min(0).double().cpu(), axes[:, -count:].flip(1).to(moment)
+def _removals(values: Float[Tensor, "p k"]) -> list[Removal]:
+    """Of the tangent space, the next one and random ones, for each of several."""
+    normals = values[:, 2:]
+    tangents, followings = values[:, :2].T.tolist()
+    return [
+        Removal(tangent=tangent, normal=normal, following=following, p=permutation_p(tangent, draws))
+        for tangent, following, normal, draws in zip(
+            tangents, followings, normals.mean(1).tolist(), normals, strict=True
+        )
+    ]

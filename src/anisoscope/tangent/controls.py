@@ -26,12 +26,12 @@ from anisoscope.kernels.gram import for_products, power_of_two_scale, working_dt
 DRAWS = 199
 # The paper's number, whose p is never below 1/21.
 PAPER_DRAWS = 20
-# Random numbers held at one time.
-DRAWN_ELEMENTS = 1 << 24
+# Numbers of random spaces and of what moments make of them that are held at one time.
+DRAWN_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 28}
 # A random matrix that is nearly as tall as wide is nearly singular: fewer directions to spare need float64.
 SPARE_NORMALS = 8
 # Up to so many coordinates float64 costs next to nothing.
-EXACT_DIM = 256
+EXACT_DIM = 64
 
 
 def second_moment(rows: Float[Tensor, "n d"]) -> Float[Tensor, "d d"]:
@@ -79,149 +79,177 @@ def random_spaces(
     moment: Float[Tensor, "d d"], basis: Float[Tensor, "d r"], *, draws: int = DRAWS, seed: int = 0, keep: int = 0
 ) -> RandomSpaces:
     """N5 and N1 for one basis; see `random_spaces_beside`."""
-    return random_spaces_beside([moment], [basis], draws=draws, seed=seed, keep=keep)[0][0]
+    return random_spaces_beside([[moment]], [[basis]], draws=draws, seed=seed, keep=keep)[0][0][0]
 
 
 def random_spaces_beside(
-    moments: Sequence[Float[Tensor, "d d"]],
-    bases: Sequence[Tensor],
+    moments: Sequence[Sequence[Float[Tensor, "d d"]]],
+    bases: Sequence[Sequence[Tensor]],
     *,
     draws: int = DRAWS,
     seed: int = 0,
     keep: int = 0,
-    led: Sequence[bool] | None = None,
-) -> list[list[RandomSpaces]]:
-    """N5 and N1 for each moment and basis, from the same random spaces, without forming an orthonormal basis of each.
+    led: Sequence[Sequence[bool]] | None = None,
+) -> list[list[list[RandomSpaces]]]:
+    """N5 and N1 for each moment and basis of several places, without forming an orthonormal basis of each.
 
     With the rows of Ω an orthonormal basis of a uniform subspace, that of W = Ω(I - QQᵀ) is uniform in the complement:
     E = tr(ΩCΩᵀ) / tr C, and tr((WWᵀ)⁻¹WCWᵀ) / tr C. Only ΩC is a large product, and bases of one rank share it: what
     they differ in are products with Q. Squares and `keep` bases are made for those that are `led` (all, where that is
-    not said). Within 1e-5 of float64, relative, where the moment is float32.
+    not said). Within 1e-5 of float64, relative, where the moment is float32. Places, moments and bases of one rank have
+    the same draws, and are computed side by side.
     """
-    found: list[dict[int, RandomSpaces]] = [{} for _ in moments]
-    ahead = [True] * len(bases) if led is None else led
-    for dim, rank in {tuple(one.shape) for one in bases if moments}:
-        if 2 * rank > dim:
-            raise SpecError(
-                f"rank {rank} of {dim} coordinates leaves no normal space of the same rank: at most {dim // 2}"
-            )
-        places = [place for place, one in enumerate(bases) if one.shape[1] == rank]
-        places.sort(key=lambda place: not ahead[place])
-        first = sum(ahead[place] for place in places)
+    ahead = [[True] * len(mine) for mine in bases] if led is None else led
+    alike: dict[tuple[int, int, int, int, int], list[tuple[int, list[int]]]] = {}
+    for at, (known, mine, first) in enumerate(zip(moments, bases, ahead, strict=True)):
+        for dim, rank in dict.fromkeys((one.shape[0], one.shape[1]) for one in mine if known):
+            if 2 * rank > dim:
+                raise SpecError(
+                    f"rank {rank} of {dim} coordinates leaves no normal space of the same rank: at most {dim // 2}"
+                )
+            places = [place for place, one in enumerate(mine) if one.shape[1] == rank]
+            places.sort(key=lambda place, first=first: not first[place])
+            leading = sum(first[place] for place in places)
+            alike.setdefault((dim, rank, len(known), len(places), leading), []).append((at, places))
+    found: list[list[dict[int, RandomSpaces]]] = [[{} for _ in known] for known in moments]
+    for (dim, rank, count, _, leading), members in alike.items():
         exact = dim - 2 * rank < SPARE_NORMALS or dim <= EXACT_DIM
-        against = [one.double() if exact else one for one in moments]
-        axes = torch.stack([bases[place].to(against[0]) for place in places])
-        if exact:
-            # WWᵀ is a difference: a basis orthonormal to 1e-7 would leave it indefinite where W is nearly square.
-            axes = torch.linalg.qr(axes).Q
-        for known, spaces in zip(found, _spaces_of_rank(against, axes, draws, seed, keep, first), strict=True):
-            known |= dict(zip(places, spaces, strict=True))
-    return [[known[place] for place in range(len(bases))] for known in found]
+        held = DRAWN_ELEMENTS.get(moments[0][0].device.type, DRAWN_ELEMENTS["cuda"])
+        size = max(1, held // (count * draws * rank * dim))
+        for start in range(0, len(members), size):
+            some = members[start : start + size]
+            against = torch.stack([torch.stack(list(moments[at])) for at, _ in some])
+            against = against.double() if exact else against
+            axes = torch.stack([torch.stack([bases[at][place] for place in places]) for at, places in some])
+            axes = axes.to(against)
+            if exact:
+                # WWᵀ is a difference: a basis orthonormal to 1e-7 would leave it indefinite where W is nearly square.
+                axes = torch.linalg.qr(axes).Q
+            every = _spaces_of_rank(against, axes, draws, seed, keep, leading)
+            for (at, places), here in zip(some, every, strict=True):
+                for known, spaces in zip(found[at], here, strict=True):
+                    known |= dict(zip(places, spaces, strict=True))
+    return [
+        [[known[place] for place in range(len(mine))] for known in here]
+        for here, mine in zip(found, bases, strict=True)
+    ]
 
 
 def _spaces_of_rank(
-    moments: Sequence[Float[Tensor, "d d"]],
-    bases: Float[Tensor, "k d r"],
-    draws: int,
-    seed: int,
-    keep: int,
-    led: int,
-) -> list[list[RandomSpaces]]:
+    moments: Float[Tensor, "s g d d"], bases: Float[Tensor, "s k d r"], draws: int, seed: int, keep: int, led: int
+) -> list[list[list[RandomSpaces]]]:
     """Of the first `led` bases also the squares, and `keep` of the spaces."""
-    count, dim, rank = bases.shape
-    seen = [_Seen(moment, bases, led) for moment in moments]
-    parts: list[list[tuple[Tensor, Tensor, Tensor]]] = [[] for _ in moments]
-    kept = bases.new_empty(led, 0, dim, rank)
-    step = max(1, DRAWN_ELEMENTS // (dim * rank))
+    several, count, dim, rank = bases.shape
+    seen = _Seen(moments, bases, led)
+    parts: list[tuple[Tensor, Tensor, Tensor]] = []
+    kept = bases.new_empty(several, led, 0, dim, rank)
+    held = DRAWN_ELEMENTS.get(bases.device.type, DRAWN_ELEMENTS["cuda"])
+    step = max(1, held // (several * moments.shape[1] * dim * rank))
+    identity = torch.eye(rank, dtype=torch.float64, device=bases.device)
     for start in range(0, draws, step):
-        omega = _uniform_spaces(min(step, draws - start), rank, dim, seed, start, bases.dtype, bases.device)
-        along = _against(omega, bases.transpose(0, 1).flatten(1))
-        # WWᵀ = I - (ΩQ)(ΩQ)ᵀ, as LLᵀ: traces of (LLᵀ)⁻¹M are those of M in an orthonormal basis of the span.
-        root = torch.linalg.cholesky(torch.eye(rank, dtype=along.dtype, device=along.device) - along @ along.mT)
-        for one, mine in zip(seen, parts, strict=True):
-            mine.append(one.look(omega, along, root))
-        if led and kept.shape[1] < keep:
-            some = min(keep - kept.shape[1], len(omega))
-            normal = omega[:some] - along[:led, :some].to(omega) @ bases[:led].mT[:, None]
-            made = torch.linalg.solve_triangular(root[:led, :some].to(normal), normal, upper=False)
-            kept = torch.cat([kept, made.mT], 1)
-    found = []
-    for mine in parts:
-        haar, normal, squares = (torch.cat(one, -1).cpu() for one in zip(*mine, strict=True))
-        found.append(
+        omega = _uniform_spaces(draws, rank, dim, seed, bases.dtype, bases.device)[start : start + step]
+        along = _against(omega.flatten(0, 1) @ seen.beside, rank)
+        # WWᵀ = I - (ΩQ)(ΩQ)ᵀ = LLᵀ: the rows of L⁻¹W are an orthonormal basis.
+        root = torch.linalg.cholesky(identity - along @ along.mT)
+        root = torch.linalg.solve_triangular(root, identity.expand_as(root), upper=False)
+        parts.append(seen.look(omega, along, root))
+        if led and kept.shape[2] < keep:
+            some = min(keep - kept.shape[2], len(omega))
+            normal = omega[:some] - along[:, :led, :some].to(omega) @ bases[:, :led].mT[:, :, None]
+            kept = torch.cat([kept, (root[:, :led, :some].to(normal) @ normal).mT], 2)
+    haar, normal, squares = (torch.cat(one, -1).cpu() for one in zip(*parts, strict=True))
+    nothing = squares.new_empty(0), kept.new_empty(0, dim, rank)
+    return [
+        [
             [
                 RandomSpaces(
-                    haar=haar,
-                    normal=normal[place],
-                    normal_squares=squares[place] if place < led else squares.new_empty(0),
-                    normal_bases=kept[place] if place < led else kept.new_empty(0, dim, rank),
+                    haar=haar[at, which],
+                    normal=normal[at, which, place],
+                    normal_squares=squares[at, which, place] if place < led else nothing[0],
+                    normal_bases=kept[at, place] if place < led else nothing[1],
                 )
                 for place in range(count)
             ]
-        )
-    return found
+            for which in range(moments.shape[1])
+        ]
+        for at in range(several)
+    ]
 
 
 class _Seen:
-    """What C makes of some bases, and of random spaces beside them."""
+    """What C makes of some bases, and of random spaces beside them; each C with the bases of its place."""
 
-    def __init__(self, moment: Float[Tensor, "d d"], bases: Float[Tensor, "k d r"], led: int) -> None:
-        self.moment, self.led, (_, dim, rank) = moment, led, bases.shape
-        self.total, self.squares = moment.diagonal().double().sum(), moment.double().square().sum()
-        self.beside = bases.transpose(0, 1).flatten(1)
-        images = moment @ self.beside
-        self.images = images[:, : led * rank]
+    def __init__(self, moments: Float[Tensor, "s g d d"], bases: Float[Tensor, "s k d r"], led: int) -> None:
+        self.moments, self.led, self.rank = moments, led, bases.shape[3]
+        self.totals = moments.diagonal(dim1=2, dim2=3).double().sum(2)[..., None]
+        self.squares = torch.linalg.matrix_norm(moments.double()).square()[..., None, None]
+        self.beside = bases.transpose(1, 2).flatten(2)
+        images = moments @ self.beside[:, None]
+        self.images = images[..., : led * self.rank]
 
-        def inside(columns: Float[Tensor, "d q"]) -> Float[Tensor, "k 1 r r"]:
+        def inside(columns: Float[Tensor, "s g d q"]) -> Float[Tensor, "s g k r r"]:
             """QᵀCQ of each basis from CQ of all."""
-            each = columns.view(dim, -1, rank).transpose(0, 1)
-            return (bases[: len(each)].mT @ each).double()[:, None]
+            each = columns.unflatten(3, (-1, self.rank)).movedim(3, 2)
+            return (bases[:, None, : each.shape[2]].mT @ each).double()
 
-        self.inside, self.twice = inside(images), inside(moment @ self.images)
+        self.inside, self.twice = inside(images), inside(moments @ self.images)
 
     def look(
-        self, omega: Float[Tensor, "m r d"], along: Float[Tensor, "k m r r"], root: Float[Tensor, "k m r r"]
-    ) -> tuple[Float[Tensor, " m"], Float[Tensor, "k m"], Float[Tensor, "l m"]]:
-        """N5, N1 and ‖PCP‖², from ΩQ, ΩCQ and ΩC²Q.
+        self, omega: Float[Tensor, "m r d"], along: Float[Tensor, "s k m r r"], root: Float[Tensor, "s k m r r"]
+    ) -> tuple[Float[Tensor, "s g m"], Float[Tensor, "s g k m"], Float[Tensor, "s g l m"]]:
+        """N5, N1 and ‖PCP‖², from X = ΩQ, Y = ΩCQ and ΩC²Q; the root is L⁻¹.
 
-        WCWᵀ = ΩCΩᵀ - ΩCQ(ΩQ)ᵀ - (ΩQ)(ΩCQ)ᵀ + ΩQ(QᵀCQ)(ΩQ)ᵀ, and C² for C gives ‖CWᵀ‖².
+        WCWᵀ = ΩCΩᵀ - YXᵀ - XYᵀ + X(QᵀCQ)Xᵀ, so with S = (WWᵀ)⁻¹ its trace in an orthonormal basis is
+        ⟨S, ΩCΩᵀ⟩ - 2⟨SX, Y⟩ + ⟨XᵀSX, QᵀCQ⟩, and with C² for C it is ‖CN‖².
         """
-        image = (omega.flatten(0, 1) @ self.moment).view_as(omega)
-        plain = (omega @ image.mT).double()
-        energies = torch.cholesky_solve(plain - _crossed(along, _against(image, self.beside), self.inside), root)
-        haar, normal, squares = _traces(plain), _traces(energies), energies.new_empty(0, len(omega))
+        flat = omega.flatten(0, 1) @ self.moments
+        image = flat.unflatten(2, omega.shape[:2])
+        plain, reached = (omega @ image.mT).double(), _against(flat @ self.beside[:, None], self.rank)
+        inverse = root.mT @ root
+        turned = inverse @ along
+        within = along.mT @ turned
+        haar = plain.diagonal(dim1=3, dim2=4).sum(3)
+        normal = _traces(inverse, turned, within, plain, reached, self.inside)
+        squares = normal[:, :, : self.led]
         if self.led:
-            along, root, energies = along[: self.led], root[: self.led], energies[: self.led]
             squared = (image @ image.mT).double()
-            images = torch.cholesky_solve(squared - _crossed(along, _against(image, self.images), self.twice), root)
+            inverse, turned, within = inverse[:, : self.led], turned[:, : self.led], within[:, : self.led]
+            images = _traces(inverse, turned, within, squared, _against(flat @ self.images, self.rank), self.twice)
+            x, y = along[:, None, : self.led], reached[:, :, : self.led]
+            half = (y - x @ self.inside[:, :, : self.led, None] / 2) @ x.mT
+            form = root[:, None, : self.led] @ (plain[:, :, None] - half - half.mT) @ root[:, None, : self.led].mT
             # ‖PCP‖² = ‖C‖² - 2‖CN‖² + ‖NᵀCN‖²
-            squares = self.squares - 2 * _traces(images) + (energies * energies.mT).sum((2, 3))
-        return haar / self.total, normal / self.total, squares
+            squares = self.squares - 2 * images + form.square().sum((4, 5))
+        return haar / self.totals, normal / self.totals[..., None], squares
 
 
-def _against(rows: Float[Tensor, "m r d"], columns: Float[Tensor, "d q"]) -> Float[Tensor, "k m r r"]:
+def _against(products: Float[Tensor, "*s mr kr"], rank: int) -> Float[Tensor, "*s k m r r"]:
     """Products of the draws with each of the bases, or with what C makes of them."""
-    return (rows @ columns).unflatten(2, (-1, rows.shape[1])).permute(2, 0, 1, 3).double()
+    return products.unflatten(-1, (-1, rank)).unflatten(-3, (-1, rank)).movedim(-2, -4).double()
 
 
-def _crossed(along: Tensor, reached: Tensor, inside: Tensor) -> Float[Tensor, "k m r r"]:
-    """What WCWᵀ lacks of ΩCΩᵀ: XYᵀ + YXᵀ - XMXᵀ."""
-    one = (reached - along @ inside / 2) @ along.mT
-    return one + one.mT
-
-
-def _traces(matrices: Float[Tensor, "*m r r"]) -> Float[Tensor, "*m"]:
-    return matrices.diagonal(dim1=-2, dim2=-1).sum(-1)
+def _traces(
+    inverse: Float[Tensor, "s k m r r"],
+    turned: Float[Tensor, "s k m r r"],
+    within: Float[Tensor, "s k m r r"],
+    plain: Float[Tensor, "s g m r r"],
+    reached: Float[Tensor, "s g k m r r"],
+    inside: Float[Tensor, "s g k r r"],
+) -> Float[Tensor, "s g k m"]:
+    """⟨S, ΩCΩᵀ⟩ - 2⟨SX, Y⟩ + ⟨XᵀSX, QᵀCQ⟩."""
+    first = plain.flatten(3).transpose(1, 2) @ inverse.flatten(3).permute(0, 2, 3, 1)
+    second = torch.linalg.vecdot(turned[:, None].flatten(4), reached.flatten(4))
+    third = within.flatten(3) @ inside.flatten(3).permute(0, 2, 3, 1)
+    return first.permute(0, 2, 3, 1) - 2 * second + third.permute(0, 3, 1, 2)
 
 
 # All sites of a probe are held against the same draws.
 @lru_cache(maxsize=4)
 def _uniform_spaces(
-    count: int, rank: int, dim: int, seed: int, start: int, dtype: torch.dtype, device: torch.device
+    count: int, rank: int, dim: int, seed: int, dtype: torch.dtype, device: torch.device
 ) -> Float[Tensor, "m r d"]:
     """Orthonormal rows, drawn on the CPU whatever the device."""
-    generator = torch.Generator().manual_seed(seed + 7919 * start)
-    drawn = torch.randn(count, rank, dim, generator=generator).double()
+    drawn = torch.randn(count, rank, dim, generator=torch.Generator().manual_seed(seed)).double()
     root = torch.linalg.cholesky(drawn @ drawn.mT)
     return torch.linalg.solve_triangular(root, drawn, upper=False).to(device, dtype)
 
@@ -233,10 +261,10 @@ def _signs(draws: int, dim: int, seed: int, dtype: torch.dtype, device: torch.de
 
 
 def sign_energies(
-    moment: Float[Tensor, "d d"], basis: Float[Tensor, "d r"], *, draws: int = DRAWS, seed: int = 0
-) -> Float[Tensor, " m"]:
+    moment: Float[Tensor, "d d"], bases: Sequence[Tensor], *, draws: int = DRAWS, seed: int = 0
+) -> Float[Tensor, "k m"]:
     """N9: E(DQ), D = diag(±1), as the quadratic form sᵀ(C ∘ QQᵀ)s of the signs; float64, on the CPU."""
-    axes = basis.to(moment)
     signs = _signs(draws, len(moment), seed, moment.dtype, moment.device)
-    form = moment * (axes @ axes.T)
-    return (((signs @ form) * signs).double().sum(1) / moment.diagonal().double().sum()).cpu()
+    forms = [signs @ (moment * (axes @ axes.T)) for axes in (one.to(moment) for one in bases)]
+    found = (torch.stack(forms) * signs).double().sum(2)
+    return (found / moment.diagonal().double().sum()).cpu()

@@ -31,6 +31,7 @@ from anisoscope.tangent.inference import (
     jackknife_ratio,
     permutation_p,
     ratio_of_sums,
+    ratios_of_sums,
     sum_groups,
 )
 from anisoscope.tangent.proxies import LocalProxy, Proxy
@@ -168,11 +169,13 @@ def uncoupled_alignments(
     seed: int = 0,
     untrained: Proxy | None = None,
     moment: Float[Tensor, "d d"] | None = None,
+    squares: Float[Tensor, "n k"] | None = None,
     spaces: Sequence[RandomSpaces | None] | None = None,
 ) -> list[Alignment]:
     """Of the same rows for several proxies, which costs little more than for one.
 
-    `moment` is their `second_moment` and `spaces` those of `spaces_beside` for it, where they are known.
+    `moment` is their `second_moment`, `squares` are `row_squares` of them and `spaces` those of `spaces_beside`, where
+    they are known.
     """
     for proxy in proxies:
         _check(proxy, rows.shape[1])
@@ -184,15 +187,16 @@ def uncoupled_alignments(
     if unknown := set(controls) - set(UNCOUPLED_CONTROLS):
         raise SpecError(f"controls are among {', '.join(UNCOUPLED_CONTROLS)}; came {', '.join(sorted(unknown))}")
     moment = second_moment(rows) if moment is None else moment
-    squares = row_squares(rows, [proxy.basis for proxy in proxies])
+    squares = row_squares(rows, [proxy.basis for proxy in proxies]) if squares is None else squares
     sums = squares if documents is None else sum_groups(squares, documents.cpu())
-    energies = [ratio_of_sums(sums[:, place], sums[:, -1], seed=seed) for place in range(len(proxies))]
+    energies = ratios_of_sums(sums[:, :-1], sums[:, -1:].expand(-1, len(proxies)), seed=seed)
     every = _normals(moment, proxies, [one.value for one in energies], draws, seed, untrained, spaces)
-    some = float(moment.diagonal().sum()) > 0
+    if float(moment.diagonal().sum()) > 0:
+        signs = sign_energies(moment, [proxy.basis for proxy in proxies], draws=draws, seed=seed)
+        for known, energy, drawn in zip(every, energies, signs, strict=True):
+            known["signs"] = _drawn(energy.value, drawn)
     found = []
     for proxy, energy, known in zip(proxies, energies, every, strict=True):
-        if some:
-            known["signs"] = _drawn(energy.value, sign_energies(moment, proxy.basis, draws=draws, seed=seed))
         asked = {name: known[name] for name in controls if name in known and not math.isnan(known[name].value)}
         binding = max(asked, key=lambda name: asked[name].value, default="")
         tested = [asked[name].p for name in ("haar", "signs") if name in asked]
@@ -233,7 +237,7 @@ def local_alignment(
         raise SpecError(f"a proxy of {proxy.dim} coordinates cannot hold states of {states.shape[1]}")
     raw = gradients.to(working_dtype(gradients.dtype))
     raw = for_products(raw / power_of_two_scale(raw).to(raw.dtype))
-    shaped = stack_windows(raw, windows)
+    shaped = stack_windows([raw], windows)[0]
     count = len(shaped)
     window, position = place_in_windows(windows)
     table = torch.zeros(count, count, dtype=torch.float64, device=raw.device)
@@ -291,23 +295,27 @@ def variance_share(states: Float[Tensor, "n d"], basis: Float[Tensor, "d r"]) ->
 
 
 def spaces_beside(
-    moments: Sequence[Float[Tensor, "d d"]],
-    proxies: Sequence[Proxy],
+    moments: Sequence[Sequence[Float[Tensor, "d d"]]],
+    proxies: Sequence[Sequence[Proxy]],
     *,
     draws: int = DRAWS,
     seed: int = 0,
     keep: int = 0,
-    led: Sequence[bool] | None = None,
-) -> list[list[RandomSpaces | None]]:
-    """N5 and N1 for each moment and proxy, with `keep` bases and squares where it is `led`.
+    led: Sequence[Sequence[bool]] | None = None,
+) -> list[list[list[RandomSpaces | None]]]:
+    """N5 and N1 for each moment and proxy of several places, with `keep` bases and squares where it is `led`.
 
     None where a proxy leaves no normal space.
     """
-    usable = [place for place, proxy in enumerate(proxies) if 2 * proxy.rank <= proxy.dim]
-    bases, ahead = [proxies[place].basis for place in usable], [bool(led and led[place]) for place in usable]
+    usable = [[place for place, one in enumerate(mine) if 2 * one.rank <= one.dim] for mine in proxies]
+    bases = [[mine[place].basis for place in kept] for mine, kept in zip(proxies, usable, strict=True)]
+    ahead = None if led is None else [[one[place] for place in kept] for one, kept in zip(led, usable, strict=True)]
     every = random_spaces_beside(moments, bases, draws=draws, seed=seed, keep=keep, led=ahead)
-    known = [dict(zip(usable, found, strict=True)) for found in every]
-    return [[found.get(place) for place in range(len(proxies))] for found in known]
+    found = []
+    for here, mine, kept in zip(every, proxies, usable, strict=True):
+        known = [dict(zip(kept, spaces, strict=True)) for spaces in here]
+        found.append([[one.get(place) for place in range(len(mine))] for one in known])
+    return found
 
 
 def _normals(
@@ -323,7 +331,7 @@ def _normals(
     if not proxies or math.isnan(energies[0]):
         return [{} for _ in proxies]
     if spaces is None:
-        spaces = spaces_beside([moment], proxies, draws=draws, seed=seed)[0]
+        spaces = spaces_beside([[moment]], [proxies], draws=draws, seed=seed, led=[[False] * len(proxies)])[0][0]
     others: dict[tuple[int, str], Tensor] = {}
     for place, proxy in enumerate(proxies):
         beside = {"next": proxy.following, "last": proxy.last}

@@ -1,6 +1,7 @@
 """Tangent energy by token frequency. Frequencies come from other text than the gradients."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -15,8 +16,8 @@ from anisoscope.tangent.inference import (
     Correlation,
     Interval,
     permutation_correlation,
-    ranks,
-    ratio_of_sums,
+    permutation_correlations,
+    ratios_of_sums,
     sum_groups,
 )
 
@@ -43,8 +44,10 @@ class ByFrequency:
     """Per-bin energies, and how the energy of a type goes with its frequency."""
 
     bins: tuple[Bin, ...]
+    spearman: Correlation
+    """Energy of a type and its frequency, on ranks."""
     known: Float[Tensor, " v"]
-    """Log frequencies of the types that count,"""
+    """Log frequencies of the types,"""
     energies: Float[Tensor, " v"]
     """and their energies, each by the same number of occurrences."""
     seed: int
@@ -55,12 +58,6 @@ class ByFrequency:
     def linear(self) -> Correlation:
         """Energy of a type on its log frequency; each type counts once."""
         return permutation_correlation(self.known, self.energies, seed=self.seed, resamples=self.resamples)
-
-    @cached_property
-    def spearman(self) -> Correlation:
-        """The same on ranks (r is Spearman's; ranks are those of the whole sample, also where types are resampled)."""
-        found = ranks(self.known), ranks(self.energies)
-        return permutation_correlation(*found, seed=self.seed, resamples=self.resamples)
 
 
 def bin_tokens(
@@ -101,23 +98,15 @@ def energy_by_frequency(
     its tokens: the energy of many is less scattered and, a ratio of sums, on average another than that of few. For a
     bin's part of a weight gradient give `pair_windows` the bin as the tokens to keep.
     """
-    squares = row_squares(rows, [basis])
-    return squares_by_frequency(
-        squares,
-        (basis.shape[0], basis.shape[1]),
-        log_frequency,
-        types,
-        bins=bins,
-        by=by,
-        occurrences=occurrences,
-        seed=seed,
-        resamples=resamples,
-    )
+    settings = {"bins": bins, "by": by, "occurrences": occurrences, "seed": seed, "resamples": resamples}
+    above, below = row_squares(rows, [basis]).split(1, 1)
+    return squares_by_frequency(above, below, [(len(basis), basis.shape[1])], log_frequency, types, **settings)[0]
 
 
 def squares_by_frequency(
-    squares: Float[Tensor, "n 2"],
-    shape: tuple[int, int],
+    above: Float[Tensor, "n k"],
+    below: Float[Tensor, "n k"],
+    shapes: Sequence[tuple[int, int]],
     log_frequency: Float[Tensor, " n"],
     types: Int[Tensor, " n"],
     *,
@@ -126,42 +115,34 @@ def squares_by_frequency(
     occurrences: int = 1,
     seed: int = 0,
     resamples: int = RESAMPLES,
-) -> ByFrequency:
-    """`energy_by_frequency` from what `row_squares` found for a basis of that shape, ‖Qᵀa‖² and ‖a‖²."""
-    (dim, rank), log_frequency, types = shape, log_frequency.cpu(), types.cpu()
+) -> list[ByFrequency]:
+    """`energy_by_frequency` of several gradients of the same tokens and bases of these shapes, from ‖Qᵀa‖² and ‖a‖²."""
+    squares, log_frequency, types = torch.cat([above, below], 1), log_frequency.cpu(), types.cpu()
     place = bin_tokens(log_frequency, types, bins=bins, by=by)
     generator = torch.Generator().manual_seed(seed)
     shuffled = torch.randperm(len(squares), generator=generator)
     members = [shuffled[place[shuffled] == one] for one in range(bins)]
     filled = [one for one in members if len(one)]
     size = min((len(one) for one in filled), default=0)
-    found = []
+    found: list[list[Bin]] = [[] for _ in shapes]
     for index in (one[:size] for one in filled):
         sums = sum_groups(squares[index], types[index])
-        energy = ratio_of_sums(sums[:, 0], sums[:, 1], seed=seed, resamples=resamples)
-        found.append(
-            Bin(
-                log_frequency=float(log_frequency[index].double().mean()),
-                energy=energy,
-                normal=(1 - energy.value) * rank / (dim - rank),
-                tokens=size,
-                types=len(sums),
-            )
-        )
+        mean = float(log_frequency[index].double().mean())
+        energies = ratios_of_sums(*sums.split(len(shapes), 1), seed=seed, resamples=resamples)
+        for mine, energy, (dim, rank) in zip(found, energies, shapes, strict=True):
+            normal = (1 - energy.value) * rank / (dim - rank)
+            mine.append(Bin(log_frequency=mean, energy=energy, normal=normal, tokens=size, types=len(sums)))
     drawn = _draw_occurrences(types[shuffled], occurrences)
-    sums = sum_groups(squares[shuffled[drawn.flatten()]], types[shuffled[drawn.flatten()]])
-    above, below = sums.T
-    energies, known = above / torch.where(below > 0, below, math.nan), log_frequency[shuffled[drawn[:, 0]]].double()
-    usable = energies.isfinite() & known.isfinite()
+    over, under = sum_groups(squares[shuffled[drawn.flatten()]], types[shuffled[drawn.flatten()]]).split(len(shapes), 1)
+    energies, known = over / torch.where(under > 0, under, math.nan), log_frequency[shuffled[drawn[:, 0]]].double()
+    trends = permutation_correlations(known, energies, ranked=True, seed=seed, resamples=resamples)
     empty = bins - len(filled)
-    return ByFrequency(
-        bins=tuple(found),
-        known=known[usable],
-        energies=energies[usable],
-        seed=seed,
-        resamples=resamples,
-        note=f"{empty} of {bins} bins are empty: single types are more than a bin" if empty else None,
-    )
+    note = f"{empty} of {bins} bins are empty: single types are more than a bin" if empty else None
+    settings = {"known": known, "seed": seed, "resamples": resamples, "note": note}
+    return [
+        ByFrequency(bins=tuple(mine), spearman=trend, energies=one, **settings)
+        for mine, trend, one in zip(found, trends, energies.T, strict=True)
+    ]
 
 
 def _draw_occurrences(types: Int[Tensor, " n"], count: int) -> Int[Tensor, "v c"]:

@@ -16,7 +16,9 @@ RESAMPLES = 999
 # Random numbers held at one time.
 DRAWN_ELEMENTS = 1 << 20
 # Of a bootstrap that is kept for the next of as many.
-KEPT_ELEMENTS = 1 << 19
+KEPT_ELEMENTS = 1 << 20
+# Of a correlation that is a sum in another order: permutations that give the same one must count as such.
+SAME = 1e-12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,14 +41,21 @@ def permutation_p(value: float, draws: Float[Tensor, " m"]) -> float:
 class Permutations:
     """Some of the permutations w ↦ rings[j, (place of w in the first ring + k) mod W], for J rings and W turns k."""
 
-    orders: Int[Tensor, "m w"]
-    """Each written out."""
     rings: Int[Tensor, "j w"]
     chosen: Int[Tensor, " m"]
     """j · W + k of each."""
 
     def __len__(self) -> int:
-        return len(self.orders)
+        return len(self.chosen)
+
+    @property
+    def orders(self) -> Int[Tensor, "m w"]:
+        """Each written out."""
+        windows = self.rings.shape[1]
+        places = (torch.arange(windows) + (self.chosen % windows)[:, None]) % windows
+        orders = torch.empty(len(self), windows, dtype=torch.long)
+        orders[:, self.rings[0]] = self.rings[(self.chosen // windows)[:, None], places]
+        return orders
 
 
 def draw_permutations(count: int, windows: int, seed: int) -> Permutations:
@@ -60,10 +69,7 @@ def draw_permutations(count: int, windows: int, seed: int) -> Permutations:
     number = -(-(count + 1) // windows)
     rings = torch.rand(number, windows, generator=generator, dtype=torch.float64).argsort(1)
     chosen = 1 + torch.randperm(number * windows - 1, generator=generator)[:count]
-    places = (torch.arange(windows) + (chosen % windows)[:, None]) % windows
-    orders = torch.empty(count, windows, dtype=torch.long)
-    orders[:, rings[0]] = rings[(chosen // windows)[:, None], places]
-    return Permutations(orders=orders, rings=rings, chosen=chosen)
+    return Permutations(rings=rings, chosen=chosen)
 
 
 def sum_groups(rows: Float[Tensor, "n k"], groups: Int[Tensor, " n"]) -> Float[Tensor, "g k"]:
@@ -82,29 +88,35 @@ def ratio_of_sums(
 
     Not the mean of ratios: that would let a minibatch with hardly any gradient count as much as another.
     """
-    sums = torch.stack([above, below], 1).double().cpu()
-    value = _ratio(sums.sum(0))
+    return ratios_of_sums(above[:, None], below[:, None], seed=seed, resamples=resamples)[0]
+
+
+def ratios_of_sums(
+    above: Float[Tensor, "g k"], below: Float[Tensor, "g k"], *, seed: int, resamples: int = RESAMPLES
+) -> list[Interval]:
+    """Several at once, with the same draws."""
+    count, sums = above.shape[1], torch.cat([above, below], 1).double().cpu()
+    values = [_ratio(pair) for pair in sums.sum(0).view(2, count).T]
     if len(sums) < 2:
-        return Interval(value=value)
-    if resamples * len(sums) <= KEPT_ELEMENTS:
-        again = _kept_weights(resamples, len(sums), seed) @ sums
-    else:
-        generator = torch.Generator().manual_seed(seed)
-        step = max(1, DRAWN_ELEMENTS // len(sums))
-        sizes = [min(step, resamples - start) for start in range(0, resamples, step)]
-        again = torch.cat([_draw_weights(size, len(sums), generator) @ sums for size in sizes])
-    return Interval(value=value, **_ends((again[:, 0] / again[:, 1])[again[:, 1] > 0]))
+        return [Interval(value=value) for value in values]
+    above, below = _resample(sums, seed, resamples).split(count, 1)
+    return [_interval(value, *draws) for value, draws in zip(values, _ends(above / below), strict=True)]
 
 
 def _ratio(sums: Float[Tensor, " 2"]) -> float:
     return float(sums[0] / sums[1]) if float(sums[1]) > 0 else math.nan
 
 
-def _ends(draws: Float[Tensor, " m"]) -> dict[str, float]:
-    if not len(draws):
-        return {}
-    low, high = draws.quantile(draws.new_tensor([(1 - LEVEL) / 2, (1 + LEVEL) / 2])).tolist()
-    return {"low": low, "high": high}
+def _ends(draws: Float[Tensor, "m k"]) -> list[tuple[float, float]]:
+    """Both ends of the interval of each column, of the draws that gave a number."""
+    wanted = draws.new_tensor([(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    draws = torch.where(draws.isfinite(), draws, math.nan)
+    some = draws.isnan().any()
+    return [tuple(pair) for pair in (draws.nanquantile if some else draws.quantile)(wanted, dim=0).T.tolist()]
+
+
+def _interval(value: float, low: float, high: float) -> Interval:
+    return Interval(value=value, low=low, high=high)
 
 
 def jackknife_ratio(above: Float[Tensor, "w w"], below: Float[Tensor, "w w"]) -> Interval:
@@ -131,58 +143,100 @@ def permutation_correlation(
 ) -> "Correlation":
     """Pearson's r and the slope of y on x over types; intervals draw types, p permutes x over types.
 
-    Types with a NaN in x or y are left out.
+    Types with a NaN in x or y are left out. Permutations are turns of random rings (see `draw_permutations`): the sums
+    of all turns of a ring are a circular correlation.
+    """
+    return permutation_correlations(x, y[:, None], seed=seed, resamples=resamples)[0]
+
+
+def permutation_correlations(
+    x: Float[Tensor, " v"], y: Float[Tensor, "v k"], *, ranked: bool = False, seed: int, resamples: int = RESAMPLES
+) -> "list[Correlation]":
+    """Of several quantities with the same one, with the same draws; of ranks, where Spearman's r is wanted.
+
+    Ranks are those of the whole sample, also where types are resampled.
     """
     x, y = x.double().cpu(), y.double().cpu()
-    known = x.isfinite() & y.isfinite()
-    x, y = x[known], y[known]
-    count = len(x)
-    if count < 3 or float(x.std()) == 0 or float(y.std()) == 0:
-        nothing = Interval(value=math.nan)
-        return Correlation(r=nothing, slope=nothing, p=math.nan, p_two_sided=math.nan, types=count)
-    x, y = x - x.mean(), y - y.mean()
-    r, slope = float(x @ y / (x.norm() * y.norm())), float(x @ y / x.square().sum())
-    sums = torch.stack([torch.ones_like(x), x, y, x * y, x.square(), y.square()], 1)
-    found: list[Tensor] = []
-    null: list[Tensor] = []
-    step = max(1, DRAWN_ELEMENTS // count)
-    for start in range(0, resamples, step):
-        weights, shuffled = _drawn(min(step, resamples - start), count, seed, start)
-        found.append(weights @ sums)
-        null.append(x[shuffled] @ y / (x.norm() * y.norm()))
-    total, sum_x, sum_y, product, square_x, square_y = torch.cat(found).T
+    known = x.isfinite()[:, None] & y.isfinite()
+    alike: dict[bytes, list[int]] = {}
+    for place, one in enumerate(known.T):
+        alike.setdefault(one.numpy().tobytes(), []).append(place)
+    found: dict[int, Correlation] = {}
+    for places in alike.values():
+        rows = known[:, places[0]]
+        pair = x[rows], y[rows][:, places]
+        if ranked:
+            pair = ranks(pair[0]), torch.stack([ranks(one) for one in pair[1].T], 1)
+        found |= dict(zip(places, _correlations(*pair, seed, resamples), strict=True))
+    return [found[place] for place in range(y.shape[1])]
+
+
+def _correlations(x: Float[Tensor, " v"], y: Float[Tensor, "v k"], seed: int, resamples: int) -> "list[Correlation]":
+    count, several = y.shape
+    nothing = Interval(value=math.nan)
+    unknown = Correlation(r=nothing, slope=nothing, p=math.nan, p_two_sided=math.nan, types=count)
+    varied = (y.std(0) > 0) if count >= 3 and float(x.std()) > 0 else torch.zeros(several, dtype=torch.bool)
+    if not bool(varied.any()):
+        return [unknown] * several
+    x, y = x - x.mean(), y - y.mean(0)
+    size = torch.where(varied, x.norm() * y.norm(dim=0), math.nan)
+    r, slope = x @ y / size, x @ y / x.square().sum()
+    sums = torch.cat([torch.stack([torch.ones_like(x), x, x.square()], 1), y, x[:, None] * y, y.square()], 1)
+    total, sum_x, square_x, sum_y, product, square_y = _resample(sums, seed, resamples).split(
+        [1] * 3 + [several] * 3, 1
+    )
     product, square_x = product - sum_x * sum_y / total, square_x - sum_x.square() / total
     square_y = square_y - sum_y.square() / total
-    again, slopes = product / (square_x * square_y).sqrt(), product / square_x
-    draws = torch.cat(null)
-    return Correlation(
-        r=Interval(value=r, **_ends(again[again.isfinite()])),
-        slope=Interval(value=slope, **_ends(slopes[slopes.isfinite()])),
-        p=permutation_p(r, draws),
-        p_two_sided=permutation_p(abs(r), draws.abs()),
-        types=count,
+    permutations = _kept_permutations(resamples, count, seed)
+    turned, still = torch.fft.rfft(x[permutations.rings]), torch.fft.rfft(y[permutations.rings[0]].T)
+    sums = torch.fft.irfft(turned * still[:, None].conj(), n=count).flatten(1)[:, permutations.chosen]
+    every = zip(
+        r.tolist(),
+        slope.tolist(),
+        sums / size[:, None],
+        _ends(product / (square_x * square_y).sqrt()),
+        _ends(product / square_x),
+        varied.tolist(),
+        strict=True,
     )
+    return [
+        Correlation(
+            r=_interval(value, *ends),
+            slope=_interval(steep, *slopes),
+            p=permutation_p(value - SAME, draws),
+            p_two_sided=permutation_p(abs(value) - SAME, draws.abs()),
+            types=count,
+        )
+        if known
+        else unknown
+        for value, steep, draws, ends, slopes, known in every
+    ]
 
 
-# All sites of a probe have the same types.
-@lru_cache(maxsize=4)
-def _drawn(rows: int, count: int, seed: int, start: int) -> tuple[Float[Tensor, "m v"], Int[Tensor, "m v"]]:
-    """How often a bootstrap draws each of the types, and permutations of them."""
-    generator = torch.Generator().manual_seed(seed + 7919 * start)
-    weights = _draw_weights(rows, count, generator)
-    return weights, torch.rand(rows, count, generator=generator).argsort(1)
+def _resample(sums: Float[Tensor, "g k"], seed: int, resamples: int) -> Float[Tensor, "m k"]:
+    """Sums over groups that a bootstrap draws."""
+    if resamples * len(sums) <= KEPT_ELEMENTS:
+        return _kept_weights(resamples, len(sums), seed) @ sums
+    generator = torch.Generator().manual_seed(seed)
+    step = max(1, DRAWN_ELEMENTS // len(sums))
+    sizes = [min(step, resamples - start) for start in range(0, resamples, step)]
+    return torch.cat([_draw_weights(size, len(sums), generator) @ sums for size in sizes])
+
+
+# All sites of a probe have about the same types.
+_kept_permutations = lru_cache(maxsize=4)(draw_permutations)
 
 
 # Sites, gradients and proxies of a probe have the same documents, and bins of as many types.
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=16)
 def _kept_weights(rows: int, count: int, seed: int) -> Float[Tensor, "m v"]:
     return _draw_weights(rows, count, torch.Generator().manual_seed(seed))
 
 
 def _draw_weights(rows: int, count: int, generator: torch.Generator) -> Float[Tensor, "m v"]:
     drawn = torch.randint(count, (rows, count), generator=generator)
-    ones = torch.ones(rows, count, dtype=torch.float64)
-    return torch.zeros_like(ones).scatter_add_(1, drawn, ones)
+    weights = torch.zeros(rows, count, dtype=torch.float64)
+    return weights.scatter_add_(1, drawn, weights.new_ones(1, 1).expand(rows, count))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from anisoscope.errors import SpecError, StatesError
 from anisoscope.kernels.gram import center, for_products, power_of_two_scale, squared_norms, working_dtype
+from anisoscope.kernels.leading import SPARE_AXES, leading_axes
 from anisoscope.kernels.neighbors import drop_duplicates, nearest_neighbors
-from anisoscope.kernels.seminmf import semi_nmfs
+from anisoscope.kernels.seminmf import BASIS_WIDTH, semi_nmfs
 from anisoscope.metrics.neighbors import twonn
 
 METHODS = ("pca", "svd", "seminmf", "local_pca")
@@ -32,8 +33,6 @@ HELD_ELEMENTS = 1 << 24
 CONE_TOLERANCE = 1e-3
 # A direction with less of the largest singular value does not exist.
 SMALLEST = 1e-5
-# Up to so many coordinates a decomposition is quicker on the CPU than on a GPU.
-SMALL_DIM = 512
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -46,7 +45,7 @@ class Proxy:
     following: Float[Tensor, "d q"]
     """The next r principal directions outside the basis (N2); fewer where the space ends."""
     last: Float[Tensor, "d l"]
-    """The last r of them (N3); none where only leading directions are known."""
+    """The last r of them (N3); none where only leading directions are looked for."""
     explained: float
     """Share of the variance of the fit states in the basis; of their squares where they are not centred."""
     method: str
@@ -123,7 +122,7 @@ def fit_local(states: Float[Tensor, "n d"], *, rank: int | str = 8, neighbors: i
     """Keep the fit states; each token's tangent space comes from its `neighbors` nearest of them."""
     points, _ = _pool([states], True)
     values = torch.linalg.eigvalsh(points.T @ points).flip(0).clamp_min(0) if isinstance(rank, str) else points[0]
-    wanted, notes = choose_rank(rank, values.double(), states)
+    wanted, notes = choose_rank(rank, values.double(), states, points.shape[1])
     if not wanted < neighbors <= len(states):
         raise SpecError(
             f"local tangent spaces need rank < neighbours ≤ states; came rank {wanted}, {neighbors} neighbours and "
@@ -173,8 +172,12 @@ def fit_each(
     centred: bool | None = None,
     concepts: int | None = None,
     seed: int = 0,
+    last: bool = True,
 ) -> list[dict[str, Proxy]]:
-    """The same for several places, each with its states: their semi-NMFs are made side by side."""
+    """The same for several places, each with its states: their axes and semi-NMFs are made side by side.
+
+    Without the `last` directions a rank that is a number needs no whole decomposition.
+    """
     found: list[dict[str, Proxy]] = [{} for _ in places]
     known: dict[bool, list[_Spread]] = {}
     for method in methods:
@@ -184,20 +187,37 @@ def fit_each(
             raise SpecError("pca is centred and svd is not: ask for the other of the two")
         around = method != "svd" if centred is None else centred
         if around not in known:
-            known[around] = [_spread_of(several, around) for several in places]
+            whole = last or any(isinstance(rank, str) for rank in ranks)
+            most = None if whole else max(int(rank) for rank in ranks)
+            known[around] = _spreads_of(places, around, most)
         spreads = known[around]
         wanted = [
-            choose_rank(rank, one.values.double(), several[-1])
+            choose_rank(rank, one.values, several[-1], one.points.shape[1])
             for rank, one, several in zip(ranks, spreads, places, strict=True)
         ]
         if method == "seminmf":
             bases = _cone_bases(spreads, [chosen for chosen, _ in wanted], concepts, seed)
+            others = _others(spreads, bases, last)
         else:
-            bases = [one.vectors[:, :chosen] for one, (chosen, _) in zip(spreads, wanted, strict=True)]
-        for place, (spread, basis, (chosen, notes)) in enumerate(zip(spreads, bases, wanted, strict=True)):
-            if basis.shape[1] < chosen:
-                notes = (*notes, f"the semi-NMF has {basis.shape[1]} independent directions; {chosen} were asked for")
-            found[place][method] = _fit(spread, basis, method, around, notes)
+            bases = [one.axes[:, :chosen] for one, (chosen, _) in zip(spreads, wanted, strict=True)]
+            others = [one.axes[:, chosen:] for one, (chosen, _) in zip(spreads, wanted, strict=True)]
+        for place, (spread, basis, beside, (chosen, notes)) in enumerate(
+            zip(spreads, bases, others, wanted, strict=True)
+        ):
+            size = basis.shape[1]
+            if size < chosen:
+                notes = (*notes, f"the semi-NMF has {size} independent directions; {chosen} were asked for")
+            held, covariance = (spread.covariance @ basis) * basis, spread.covariance
+            found[place][method] = Proxy(
+                basis=basis,
+                mean=spread.mean,
+                following=beside[:, :size],
+                last=beside[:, max(beside.shape[1] - size, 0) :] if last else beside[:, :0],
+                explained=float(held.sum() / covariance.diagonal().sum()),
+                method=method,
+                centred=around,
+                notes=notes,
+            )
     return found
 
 
@@ -206,66 +226,110 @@ class _Spread:
     points: Float[Tensor, "n d"]
     mean: Float[Tensor, " d"]
     covariance: Float[Tensor, "d d"]
-    values: Float[Tensor, " d"]
-    """Descending."""
-    vectors: Float[Tensor, "d d"]
+    values: Float[Tensor, " k"]
+    """Descending, float64."""
+    axes: Float[Tensor, "d k"]
+    """Eigenvectors: all, or the leading ones."""
 
 
-def _spread_of(states: Sequence[Tensor], centred: bool) -> _Spread:
-    points, mean = _pool(states, centred)
-    covariance = points.T @ points
-    values, vectors = _eigh(covariance)
-    return _Spread(points=points, mean=mean, covariance=covariance, values=values.clamp_min(0), vectors=vectors)
+def _spreads_of(places: Sequence[Sequence[Tensor]], centred: bool, most: int | None) -> list[_Spread]:
+    """With twice the axes of the rank that is wanted at `most`, and about those that a semi-NMF starts from."""
+    pooled = [_pool(states, centred) for states in places]
+    covariances = [points.T @ points for points, _ in pooled]
+    found: dict[int, tuple[Tensor, Tensor]] = {}
+    for here in _alike(covariances):
+        stack = torch.stack([covariances[place] for place in here])
+        dim = stack.shape[1]
+        count, spare = (dim, 0) if most is None else (2 * most, (BASIS_WIDTH - 2) * most)
+        found |= dict(zip(here, zip(*leading_axes(stack, count, spare=spare), strict=True), strict=True))
+    return [
+        _Spread(points=points, mean=mean, covariance=covariance, values=found[place][0], axes=found[place][1])
+        for place, ((points, mean), covariance) in enumerate(zip(pooled, covariances, strict=True))
+    ]
 
 
-def _eigh(matrix: Float[Tensor, "d d"]) -> tuple[Float[Tensor, " d"], Float[Tensor, "d d"]]:
-    """Eigenvalues, descending, and eigenvectors; of small matrices on the CPU, where a GPU takes longer."""
-    values, vectors = torch.linalg.eigh(matrix.cpu() if len(matrix) <= SMALL_DIM else matrix)
-    return values.flip(0).to(matrix), vectors.flip(1).to(matrix)
+def _alike(matrices: Sequence[Tensor]) -> list[list[int]]:
+    """The places of those that can be stacked."""
+    shapes = [one.shape for one in matrices]
+    return [[place for place, other in enumerate(shapes) if other == shape] for shape in dict.fromkeys(shapes)]
 
 
-def _fit(spread: _Spread, basis: Float[Tensor, "d r"], method: str, centred: bool, notes: tuple[str, ...]) -> Proxy:
-    (dim, size), covariance, others = basis.shape, spread.covariance, spread.vectors[:, basis.shape[1] :]
-    if method == "seminmf":
-        # The basis itself comes last, with zeros.
-        others = _eigh(_project_out(covariance, basis))[1][:, : dim - size]
-    return Proxy(
-        basis=basis,
-        mean=spread.mean,
-        following=others[:, :size],
-        last=others[:, max(others.shape[1] - size, 0) :],
-        explained=float(((covariance @ basis) * basis).sum() / spread.values.sum()),
-        method=method,
-        centred=centred,
-        notes=notes,
-    )
+def _others(spreads: Sequence[_Spread], bases: Sequence[Tensor], last: bool) -> list[Float[Tensor, "d q"]]:
+    """Principal directions outside each basis: all, or as many as it has."""
+    found: dict[int, Tensor] = {}
+    for here in _alike(bases):
+        dim, size = bases[here[0]].shape
+        stack = torch.stack([_project_out(spreads[place].covariance, bases[place]) for place in here])
+        # Of all, the basis itself comes last, with zeros.
+        axes = leading_axes(stack, dim if last else min(size, dim - size), spare=0 if last else SPARE_AXES)[1]
+        found |= dict(zip(here, axes[:, :, : dim - size], strict=True))
+    return [found[place] for place in range(len(spreads))]
 
 
-def without_mean(proxy: Proxy) -> Proxy:
-    """The same proxy with the direction of the states' mean projected out of it and of its controls."""
-    length = float(proxy.mean.norm())
-    if length == 0:
-        return proxy
-    mean = (proxy.mean / length).to(proxy.basis)[:, None]
-    rest = (proxy.basis - mean @ (mean.T @ proxy.basis)).cpu()
-    left, lengths, _ = torch.linalg.svd(rest, full_matrices=False)
-    basis = left[:, lengths > LEFT_WITHOUT_MEAN].to(proxy.basis)
-    away = torch.cat([basis, mean], 1)
-    controls = {name: outside(getattr(proxy, name), away)[:, : basis.shape[1]] for name in ("following", "last")}
-    dropped = proxy.rank - basis.shape[1]
-    note = "the mean direction is projected out" + (f", and with it {dropped} of the directions" if dropped else "")
-    return replace(proxy, basis=basis, **controls, explained=math.nan, notes=(*proxy.notes, note))
+def without_mean(proxies: Sequence[Proxy]) -> list[Proxy]:
+    """The same proxies with the direction of the states' mean projected out of them and of their controls."""
+    means = [one.mean / (float(one.mean.norm()) or 1) for one in proxies]
+    bases: dict[int, Tensor] = {}
+    away: dict[int, Tensor] = {}
+    for here in _alike([one.basis for one in proxies]):
+        mean, axes = (
+            torch.stack([means[place] for place in here]),
+            torch.stack([proxies[place].basis for place in here]),
+        )
+        bases |= dict(zip(here, _without_directions(axes, mean), strict=True))
+        # Controls are outside the basis already: what they may have of the mean is what the basis has not.
+        exact = axes.double()
+        rest = mean - (exact @ (exact.mT @ mean[..., None]))[..., 0]
+        left = torch.linalg.vector_norm(rest, dim=1, keepdim=True)
+        away |= dict(zip(here, torch.where(left > LEFT_WITHOUT_MEAN, rest / left, mean), strict=True))
+    changed: dict[int, dict[str, Tensor]] = {place: {"basis": bases[place]} for place in bases}
+    for name in ("following", "last"):
+        cut = [getattr(one, name)[:, : bases[place].shape[1]] for place, one in enumerate(proxies)]
+        for here in _alike(cut):
+            stacked = torch.stack([cut[place] for place in here]), torch.stack([away[place] for place in here])
+            for place, one in zip(here, _without_directions(*stacked), strict=True):
+                changed[place][name] = one
+    found = []
+    for place, proxy in enumerate(proxies):
+        dropped = proxy.rank - bases[place].shape[1]
+        note = "the mean direction is projected out" + (f", and with it {dropped} of the directions" if dropped else "")
+        found.append(replace(proxy, **changed[place], explained=math.nan, notes=(*proxy.notes, note)))
+    return found
+
+
+def _without_directions(axes: Float[Tensor, "s d q"], directions: Float[Tensor, "s d"]) -> list[Float[Tensor, "d _"]]:
+    """An orthonormal basis of what orthonormal axes span outside a direction of length one, or outside nothing.
+
+    (I - mmᵀ)Q has, for c = Qᵀm, the singular value √(1 - ‖c‖²) along c and else only ones: c is stretched, or left out.
+    """
+    if not axes.shape[2]:
+        return list(axes)
+    exact, directions = axes.double(), directions.double()[:, None]
+    along = directions @ exact
+    rest = exact - directions.mT @ along
+    length = torch.linalg.vector_norm(along, dim=2, keepdim=True)
+    left = (1 - length.square()).clamp_min(0).sqrt()
+    unit = along / torch.where(length > 0, length, 1)
+    stretched = (rest + (rest @ unit.mT) @ unit * (1 / left - 1)).to(axes)
+    found = list(stretched)
+    for place, one in enumerate(left.flatten().tolist()):
+        if one <= LEFT_WITHOUT_MEAN:
+            # A reflection that takes c to the first coordinate, which is dropped.
+            mirror = unit[place, 0].clone()
+            mirror[0] += 1.0 if float(mirror[0]) >= 0 else -1.0
+            turned = rest[place] - torch.outer(rest[place] @ mirror, mirror) * (2 / mirror.square().sum())
+            found[place] = turned[:, 1:].to(axes)
+    return found
 
 
 def choose_rank(
-    rule: int | str, values: Float[Tensor, " d"], states: Float[Tensor, "n d"]
+    rule: int | str, values: Float[Tensor, " k"], states: Float[Tensor, "n d"], dim: int
 ) -> tuple[int, tuple[str, ...]]:
     """The number of directions that a rule asks for, at most half of all: normal controls need as many again.
 
     `variance:0.9`: the fewest that hold this share of the variance; `participation_ratio`: (Σλ)²/Σλ²; `twonn`: the
     intrinsic dimension of the states (the last checkpoint's). Both are rounded.
     """
-    dim = len(values)
     if isinstance(rule, int):
         if not 1 <= rule < dim:
             raise SpecError(f"a proxy of {dim} coordinates has a rank from 1 to {dim - 1}; came {rule}")
@@ -328,31 +392,36 @@ def _cone_bases(
         if concepts is not None and concepts < rank:
             raise SpecError(f"{concepts} concepts do not span {rank} directions: ask for at least {rank}")
         here = [place for place, one in enumerate(spreads) if (ranks[place], one.points.shape[1]) == (rank, dim)]
-        fits = semi_nmfs(
-            [spreads[place].points for place in here],
-            concepts or rank,
-            seed=seed,
-            tolerance=CONE_TOLERANCE,
-            axes=[spreads[place].vectors for place in here],
-        )
-        for place, fit in zip(here, fits, strict=True):
-            # The same singular values and right vectors as ZD: (ZᵀZ)^½ D.
-            codes, directions = fit.codes.double(), fit.directions.double().cpu()
-            squares, turn = torch.linalg.eigh((codes.T @ codes).cpu())
-            corner = squares.clamp_min(0).sqrt()[:, None] * turn.T
-            _, lengths, axes = torch.linalg.svd(corner @ directions, full_matrices=False)
-            kept = lengths[:rank] > SMALLEST * lengths[0]
-            found[place] = axes[:rank][kept].T.to(spreads[place].points)
+        # A GPU hardly needs longer for many than for one; a CPU would only run out of its caches.
+        size = len(here) if spreads[here[0]].points.is_cuda else 1
+        for start in range(0, len(here), size):
+            some = here[start : start + size]
+            fits = semi_nmfs(
+                [spreads[place].points for place in some],
+                concepts or rank,
+                seed=seed,
+                tolerance=CONE_TOLERANCE,
+                axes=[spreads[place].axes for place in some],
+            )
+            for place, fit in zip(some, fits, strict=True):
+                vectors = _right_vectors(fit.codes.double(), fit.directions.double(), rank)
+                found[place] = vectors.to(spreads[place].points)
     return [found[place] for place in range(len(spreads))]
+
+
+def _right_vectors(codes: Float[Tensor, "n r"], directions: Float[Tensor, "r d"], rank: int) -> Float[Tensor, "d q"]:
+    """The leading right singular vectors of ZD, from products of r x r numbers, which are decomposed on the CPU."""
+    small, products = (codes.T @ codes).cpu(), (directions @ directions.T).cpu()
+    squares, turn = torch.linalg.eigh(small)
+    # (ZᵀZ)^½ D has the same singular values and right vectors.
+    root = squares.clamp_min(0).sqrt()[:, None] * turn.T
+    lengths, turn = (one.flip(-1)[..., :rank] for one in torch.linalg.eigh(root @ products @ root.T))
+    kept = lengths > SMALLEST**2 * lengths[0]
+    mixed = (turn[:, kept] / lengths[kept].sqrt()).T @ root
+    return (mixed.to(directions) @ directions).T
 
 
 def _project_out(matrix: Float[Tensor, "d d"], basis: Float[Tensor, "d r"]) -> Float[Tensor, "d d"]:
     """(I - QQᵀ) M (I - QQᵀ)."""
     half = matrix - basis @ (basis.T @ matrix)
     return half - (half @ basis) @ basis.T
-
-
-def outside(vectors: Float[Tensor, "d q"], basis: Float[Tensor, "d r"]) -> Float[Tensor, "d p"]:
-    """An orthonormal basis of what the vectors span outside another basis, in their order."""
-    axes, corner = torch.linalg.qr((vectors - basis @ (basis.T @ vectors)).cpu())
-    return axes[:, corner.diagonal().abs() > LEFT_WITHOUT_MEAN].to(vectors)

@@ -26,8 +26,10 @@ LEAST_WINDOWS = 32
 DRAWS = 199
 # Numbers held at one time by a table of products: caches hold the first, a GPU is busy with the second.
 TABLE_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 25}
-# Tokens up to which all products of two tokens are kept, and windows whose products with others are made at once.
-KEPT_TOKENS, AT_ONCE = 8192, 8
+# Tokens up to which all products of two tokens are kept.
+KEPT_TOKENS = 8192
+# Windows whose products with others are made at once: the CPU does not make those twice that are their own mirrors.
+AT_ONCE = {"cpu": 8, "cuda": 1 << 20}
 
 
 def place_in_windows(windows: Int[Tensor, " n"]) -> tuple[Int[Tensor, " n"], Int[Tensor, " n"]]:
@@ -40,11 +42,20 @@ def place_in_windows(windows: Int[Tensor, " n"]) -> tuple[Int[Tensor, " n"], Int
     return window, position
 
 
-def stack_windows(rows: Float[Tensor, "n d"], windows: Int[Tensor, " n"]) -> Float[Tensor, "w t d"]:
-    """Rows by window and by their place in it; shorter windows end in zeros."""
+def stack_windows(
+    tables: Sequence[Float[Tensor, "m _"]], windows: Int[Tensor, " n"], index: Int[Tensor, " m"] | None = None
+) -> list[Float[Tensor, "w t _"]]:
+    """Rows by window and by their place in it; shorter windows end in zeros.
+
+    With an `index` the tables have only these of the rows, and the others are zeros too.
+    """
     window, position = place_in_windows(windows)
-    stacked = rows.new_zeros(int(window.max()) + 1, int(position.max()) + 1, rows.shape[1])
-    stacked[window, position] = rows
+    shape = int(window.max()) + 1, int(position.max()) + 1
+    if index is not None:
+        window, position = window[index], position[index]
+    stacked = [rows.new_zeros(*shape, rows.shape[1]) for rows in tables]
+    for table, rows in zip(stacked, tables, strict=True):
+        table[window, position] = rows
     return stacked
 
 
@@ -192,26 +203,23 @@ def pair_windows(
             f"states, gradients and windows must have one row per token; came {len(values)}, {len(gradients)} and "
             f"{len(windows)}"
         )
-    if keep is not None and not bool(keep.any()):
+    index = None if keep is None else keep.nonzero().flatten()
+    if index is not None and not len(index):
         raise SpecError("no token is kept: keep at least one")
     dtype = torch.promote_types(values.dtype, gradients.dtype)
-    stacked = [stack_windows(_centred(rows.to(dtype), keep), windows) for rows in (values, gradients)]
+    kept = [rows if index is None else rows[index] for rows in (values, gradients)]
+    stacked = stack_windows([_centred(rows.to(dtype)) for rows in kept], windows, index)
     count, enough = len(stacked[0]), len(stacked[0]) >= LEAST_WINDOWS
     note = None if enough else f"{count} windows; a permuted null needs at least {LEAST_WINDOWS}"
     permutations = draw_permutations(draws if enough else 0, count, seed)
     return Pairing(values=stacked[0], gradients=stacked[1], permutations=permutations, note=note)
 
 
-def _centred(rows: Float[Tensor, "n d"], keep: Bool[Tensor, " n"] | None) -> Float[Tensor, "n d"]:
+def _centred(rows: Float[Tensor, "n d"]) -> Float[Tensor, "n d"]:
     """Scaled by a power of two: energies do not see it, and products neither overflow nor vanish."""
     if not bool(rows.isfinite().all()):
         raise StatesError("states and gradients must be finite, and some are NaN or infinite; drop those tokens first")
-    if keep is None:
-        points = center(rows).points
-    else:
-        kept = center(rows[keep]).points
-        points = kept.new_zeros(rows.shape)
-        points[keep] = kept
+    points = center(rows).points
     return for_products(points / power_of_two_scale(points).to(points.dtype))
 
 
@@ -240,8 +248,11 @@ def _own_products(gradients: Float[Tensor, "w t e"], values: Float[Tensor, "w t 
 
 def _columns(gradients: Float[Tensor, "w t e"], each: int) -> tuple[Tensor, ...]:
     """Some columns at a time, where each makes so many numbers."""
-    held = TABLE_ELEMENTS.get(gradients.device.type, TABLE_ELEMENTS["cuda"])
-    return gradients.split(max(1, held // each), 2)
+    return gradients.split(max(1, _held(TABLE_ELEMENTS, gradients) // each), 2)
+
+
+def _held(limits: dict[str, int], like: Tensor) -> int:
+    return limits.get(like.device.type, limits["cuda"])
 
 
 def _squares_by_turns(
@@ -257,9 +268,9 @@ def _squares_by_turns(
     """
     count, length, rank = values.shape
     rings = permutations.rings.to(values.device)
-    squares = torch.zeros(1 + len(bases), rings.numel(), dtype=torch.float64, device=values.device)
+    squares = torch.zeros(1 + len(bases), count, len(rings), dtype=torch.float64, device=values.device)
     if not len(permutations):
-        return squares[:, :0]
+        return squares.flatten(1)[:, :0]
     cosines, sines = _waves(count, values)
     # A frequency stands for its negative too; 0, and half the ring where it is even, are their own.
     weights = torch.full((len(cosines), 1), 2 * math.sqrt(count), dtype=values.dtype, device=values.device)
@@ -271,20 +282,19 @@ def _squares_by_turns(
     # (a + ib)(c - id) = (ac + bd) + i(bc - ad), with both parts of a factor along one axis.
     first, second = torch.cat([real, imaginary], 1), torch.cat([-imaginary, real], 1)
     back = (weights * cosines).T.contiguous(), (weights * sines).T.contiguous()
-    for number, ring in enumerate(rings):
-        for some in _columns(gradients, 3 * count * rank):
-            turned = some[ring].flatten(1)
-            both = torch.cat([(wave @ turned).view(len(cosines), length, -1) for wave in (cosines, sines)], 1).mT
-            found = back[0] @ (both @ first).flatten(1)
-            found.addmm_(back[1], (both @ second).flatten(1))
-            found = found.view(count, -1, rank)
-            here = slice(number * count, (number + 1) * count)
-            squares[0, here] += torch.linalg.vector_norm(found.flatten(1), dim=1).double().square()
-            if bases:
-                lengths = (found @ _beside(bases, found)).square().sum(1).double()
-                parts = lengths.split([one.shape[1] for one in bases], 1)
-                squares[1:, here] += torch.stack([part.sum(1) for part in parts])
-    return squares[:, permutations.chosen.to(values.device)]
+    for some in _columns(gradients, 3 * count * rank * len(rings)):
+        # Window, ring and column, place in the window.
+        turned = some.mT.contiguous()[rings.T].flatten(1)
+        both = torch.cat([(wave @ turned).view(len(cosines), -1, length) for wave in (cosines, sines)], 2)
+        found = back[0] @ (both @ first).flatten(1)
+        found.addmm_(back[1], (both @ second).flatten(1))
+        found = found.view(count, len(rings), -1, rank)
+        squares[0] += torch.linalg.vector_norm(found, dim=(2, 3)).double().square()
+        if bases:
+            lengths = (found @ _beside(bases, found)).square().sum(2).double()
+            parts = lengths.split([one.shape[1] for one in bases], 2)
+            squares[1:] += torch.stack([part.sum(2) for part in parts])
+    return squares.mT.flatten(1)[:, permutations.chosen.to(values.device)]
 
 
 def _waves(count: int, like: Tensor) -> tuple[Float[Tensor, "f w"], Float[Tensor, "f w"]]:
@@ -304,38 +314,43 @@ def _squares_by_tokens(
     all turns of all rings. About n²(e + d + m)/2 multiplications for m permutations.
     """
     count, length, _ = values.shape
-    blocks = gradients.new_empty(count, count, length, length)
-    for start in range(0, count, AT_ONCE):
-        rows, others = gradients[start : start + AT_ONCE], gradients[start:]
+    blocks, step = gradients.new_empty(count, count, length, length), _held(AT_ONCE, values)
+    for start in range(0, count, step):
+        rows, others = gradients[start : start + step], gradients[start:]
         table = (rows.flatten(0, 1) @ others.flatten(0, 1).T).view(len(rows), length, len(others), length)
-        blocks[start : start + AT_ONCE, start:] = table.transpose(1, 2)
-        blocks[start:, start : start + AT_ONCE] = table.permute(2, 0, 3, 1)
+        blocks[start : start + step, start:] = table.transpose(1, 2)
+        if len(rows) < len(others):
+            blocks[start + step :, start : start + step] = table[:, :, step:].permute(2, 0, 3, 1)
     rings, place = permutations.rings.to(values.device), torch.arange(count, device=values.device)
     beside = _products_along(values[rings[0]])
     # Row k, column u: where the window at place u of the first ring is after k turns.
     turned = (place[:, None] + place) % count
     squares = torch.zeros(rings.shape, dtype=torch.float64, device=values.device)
     products = squares.new_zeros(count, count)
-    for apart, here in enumerate(beside):
-        further = rings.roll(-apart, 1)
-        met = blocks[rings, further].flatten(0, 1)
-        table = (met.flatten(1) @ here.flatten(1).T).view(len(rings), count, count)
-        # Pairs that are -δ apart give the same; 0 and half the ring are their own negatives.
-        twice = 1 if 2 * apart in (0, count) else 2
-        squares += twice * table[:, turned, place].double().sum(2)
-        products[rings[0], further[0]] = products[further[0], rings[0]] = table[0].diagonal().double()
+    # Pairs that are -δ apart give the same; 0 and half the ring are their own negatives.
+    weights = torch.tensor([1 if 2 * apart in (0, count) else 2 for apart in range(len(beside))], device=values.device)
+    step = max(1, _held(TABLE_ELEMENTS, values) // (2 * rings.numel() * length**2))
+    for start in range(0, len(beside), step):
+        some = slice(start, start + step)
+        further = rings[:, (place + torch.arange(start, start + len(beside[some]))[:, None].to(place)) % count]
+        further = further.transpose(0, 1)
+        met = blocks[rings, further].flatten(1, 2).flatten(2)
+        table = (met @ beside[some].flatten(2).mT).view(-1, len(rings), count, count)
+        squares += (weights[some, None, None] * table[:, :, turned, place].double().sum(3)).sum(0)
+        own = table[:, 0].diagonal(dim1=1, dim2=2).double()
+        products[rings[0], further[:, 0]] = products[further[:, 0], rings[0]] = own
     return squares.flatten()[permutations.chosen.to(values.device)], products
 
 
 def _products_along(ring: Float[Tensor, "w t d"]) -> Float[Tensor, "f w t t"]:
     """H_u H_vᵀ of each window and of those that follow it, v = u + δ for δ up to half the ring."""
     count, length, _ = ring.shape
-    half = count // 2 + 1
-    around = torch.cat([ring, ring[:half]])
+    half, step = count // 2 + 1, _held(AT_ONCE, ring)
+    around, apart = torch.cat([ring, ring[:half]]), torch.arange(half, device=ring.device)[:, None]
     found = ring.new_empty(half, count, length, length)
-    for start in range(0, count, AT_ONCE):
-        rows = around[start : min(start + AT_ONCE, count)]
+    for start in range(0, count, step):
+        rows = around[start : min(start + step, count)]
         table = rows.flatten(0, 1) @ around[start : start + len(rows) + half - 1].flatten(0, 1).T
-        for number, row in enumerate(table.view(len(rows), length, -1, length).transpose(1, 2)):
-            found[:, start + number] = row[number : number + half]
+        number = torch.arange(len(rows), device=ring.device)
+        found[:, start : start + len(rows)] = table.view(len(rows), length, -1, length)[number, :, number + apart]
     return found

@@ -1,0 +1,119 @@
+"""Leading eigenvalues and eigenvectors, several matrices side by side, against whole decompositions in float64."""
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from anisoscope.kernels import leading
+from anisoscope.kernels.leading import leading_axes, leading_values, leading_without
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def orthonormal(d: int, r: int, *, seed: int = 0) -> Tensor:
+    return torch.linalg.qr(normal(d, r, seed=seed)).Q
+
+
+def moment(points: Tensor) -> Tensor:
+    return points.T @ points / points.square().sum()
+
+
+D = 300
+PLACES = torch.arange(1, D + 1, dtype=torch.float64)
+SPECTRA = {
+    "flat": torch.ones(D),
+    "slow": PLACES**-0.5,
+    "fast": 1 / PLACES,
+    "exponential": torch.exp(-PLACES / 10),
+    "one sink": torch.cat([torch.tensor([300.0]), PLACES[:-1] ** -0.5]),
+    "few axes": (PLACES <= 20).double(),
+    "pairs": PLACES.div(2, rounding_mode="floor").add(1) ** -0.5,
+}
+
+
+@pytest.fixture(scope="module")
+def matrices() -> Tensor:
+    """One for each spectrum, as covariances of as many points as make them differ from it."""
+    turn = orthonormal(D, D, seed=9)
+    return torch.stack([moment(normal(900, D, seed=7) * spectrum @ turn) for spectrum in SPECTRA.values()])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("spare", [8, 24])
+def test_axes_are_those_of_a_whole_decomposition(matrices: Tensor, dtype: torch.dtype, spare: int) -> None:
+    values, axes = leading_axes(matrices.to(dtype), 16, spare=spare)
+    assert values.shape == (len(matrices), 16 + spare)
+    assert axes.dtype == dtype
+    axes = axes.double()
+    torch.testing.assert_close(
+        axes.mT @ axes, torch.eye(16 + spare).double().expand(len(axes), -1, -1), atol=1e-6, rtol=0
+    )
+    rounding = {torch.float64: 1e-13, torch.float32: 2e-7}[dtype]
+    for name, matrix, found, vectors in zip(SPECTRA, matrices, values, axes, strict=True):
+        exact, whole = torch.linalg.eigh(matrix)
+        exact, whole = exact.flip(0), whole.flip(1)
+        np.testing.assert_allclose(found[:16], exact[:16], rtol=1e-6, atol=rounding * float(exact[0]), err_msg=name)
+        # Eigenvectors are only as well told apart as their eigenvalues: the span up to the widest gap near the end.
+        gaps = (exact[8:16] - exact[9:17]) / exact[8:16]
+        kept = 9 + int(gaps.argmax())
+        assert float((whole[:, :kept].T @ vectors[:, :kept]).square().sum()) == pytest.approx(kept, abs=1e-3), name
+
+
+def test_matrices_that_do_not_settle_are_decomposed_whole(matrices: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leading, "LOOKS", 1)
+    values, axes = leading_axes(matrices, 16)
+    exact, whole = (one.flip(-1) for one in torch.linalg.eigh(matrices))
+    torch.testing.assert_close(values, exact[:, :24], atol=1e-14, rtol=1e-10)
+    torch.testing.assert_close(axes.abs(), whole[:, :, :24].abs(), atol=1e-10, rtol=0)
+
+
+def test_zeros_have_axes_too() -> None:
+    values, axes = leading_axes(torch.zeros(2, D, D), 16)
+    assert float(values.abs().max()) == 0
+    torch.testing.assert_close(axes.mT @ axes, torch.eye(24).expand(2, 24, 24), atol=1e-5, rtol=0)
+
+
+def without(matrix: Tensor, basis: Tensor) -> float:
+    rest = torch.eye(len(matrix), dtype=torch.float64) - basis @ basis.T
+    return float(torch.linalg.eigvalsh(rest @ matrix @ rest)[-1])
+
+
+@pytest.mark.parametrize("held", [1, 1 << 30])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_leading_values_without_a_subspace(
+    matrices: Tensor, held: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(leading.HELD_ELEMENTS, "cpu", held)
+    own = torch.linalg.eigh(matrices)[1].flip(2)[:, :, :8]
+    drawn = torch.stack([orthonormal(D, 8, seed=seed) for seed in range(3)]).expand(len(matrices), 3, D, 8)
+    # The leading axes are the hard ones, random spaces end sooner; nothing is taken out by zeros.
+    bases = torch.cat([own[:, None], drawn, torch.zeros(len(matrices), 1, D, 8)], 1)
+    found = leading_without(matrices.to(dtype), bases.to(dtype))
+    # What is below the rounding of λ₁ counts as nothing.
+    rounding = {torch.float64: 1e-13, torch.float32: 1e-5}[dtype]
+    for name, matrix, mine, values in zip(SPECTRA, matrices, bases, found, strict=True):
+        exact = torch.tensor([without(matrix, basis) for basis in mine], dtype=torch.float64)
+        slow = name in ("flat", "slow", "pairs", "one sink")
+        close = 5e-3 if slow else 1e-4
+        np.testing.assert_allclose(values, exact, rtol=close, atol=rounding * float(exact[-1]), err_msg=name)
+
+
+def test_what_is_left_beside_one_dominating_direction_is_found_in_float32() -> None:
+    axes = orthonormal(112, 112, seed=5)
+    spectrum = torch.cat([torch.ones(1), 1e-4 / torch.arange(1, 112)]).double()
+    matrix = (axes * (spectrum / spectrum.sum())) @ axes.T
+    bases = torch.stack([axes[:, :1], axes[:, 5:6]])
+    found = leading_without(matrix.float()[None], bases.float()[None])[0]
+    exact = torch.tensor([without(matrix, basis) for basis in bases], dtype=torch.float64)
+    torch.testing.assert_close(found, exact, rtol=1e-2, atol=1e-7)
+
+
+@pytest.mark.parametrize("dim", [40, 300])
+def test_leading_values_of_many(dim: int) -> None:
+    several = torch.stack([moment(normal(500, dim, seed=seed) / PLACES[:dim]) for seed in range(4)])
+    exact = torch.linalg.eigvalsh(several)[:, -1]
+    torch.testing.assert_close(leading_values(several.float()), exact, rtol=1e-5, atol=0)
+    assert float(leading_values(torch.zeros(1, dim, dim))) == 0
