@@ -26,8 +26,9 @@ from anisoscope.tangent.inference import (
     ranks,
     ratio_of_sums,
 )
+from anisoscope.tangent.means import without_mean
 from anisoscope.tangent.pinning import follow_centroids, log_trend, pin_types
-from anisoscope.tangent.proxies import LocalProxy, fit_global, fit_local, fit_proxy, without_mean
+from anisoscope.tangent.proxies import LocalProxy, fit_global, fit_local, fit_proxy
 from anisoscope.tangent.windows import pair_windows, stack_windows
 
 # Relative difference between a fast path in float32 and its reference in float64.
@@ -63,7 +64,7 @@ def overlap(one: Tensor, other: Tensor) -> float:
 def test_pca_and_svd_are_the_singular_vectors() -> None:
     states = decaying(300, 24) + 2
     left = torch.linalg.svd(states - states.mean(0)).Vh
-    proxy = fit_global(states, method="pca", rank=5)
+    proxy = fit_global(states, method="pca", rank=5, last=True)
     assert overlap(proxy.basis, left[:5].T) == pytest.approx(1, abs=1e-10)
     assert overlap(proxy.following, left[5:10].T) == pytest.approx(1, abs=1e-10)
     assert overlap(proxy.last, left[-5:].T) == pytest.approx(1, abs=1e-10)
@@ -88,7 +89,8 @@ def test_a_cone_gives_semi_nmf_the_span_of_the_uncentred_svd() -> None:
 def test_every_proxy_is_orthonormal_with_normals_outside_it() -> None:
     states = decaying(300, 24) + 1
     for method in ("pca", "svd", "seminmf"):
-        proxy = fit_global(states.float(), method=method, rank=5)
+        assert fit_global(states, method=method, rank=5).last.shape == (24, 0)
+        proxy = fit_global(states.float(), method=method, rank=5, last=True)
         for one in (proxy, *without_mean([proxy])):
             whole = torch.cat([one.basis, one.following], 1).double()
             identity = torch.eye(whole.shape[1], dtype=torch.float64)
@@ -361,7 +363,7 @@ def test_bad_requests_are_refused() -> None:
 
 def test_an_uncoupled_alignment_is_made_of_its_controls() -> None:
     rows = decaying(300, 24)
-    proxy = fit_global(decaying(300, 24, seed=1), rank=4)
+    proxy = fit_global(decaying(300, 24, seed=1), rank=4, last=True)
     found = uncoupled_alignment(rows, proxy, states=rows, untrained=fit_global(normal(300, 24), rank=4))
     energy = float((rows @ proxy.basis).square().sum() / rows.square().sum())
     assert found.energy.value == pytest.approx(energy, rel=1e-12)

@@ -38,7 +38,8 @@ from anisoscope.past import Past, sketch
 from anisoscope.probed import Probed, ProbeRow
 from anisoscope.records import Site
 from anisoscope.tangent.energies import uncoupled_alignments
-from anisoscope.tangent.proxies import Proxy, fit_each, fit_globals, without_mean
+from anisoscope.tangent.means import without_mean
+from anisoscope.tangent.proxies import Proxy, fit_each
 
 VIEWS = ("enrichment", "removal", "trend", "turn")
 GRADIENTS = ("virtual", "activation")
@@ -139,7 +140,7 @@ class _Analysis:
         """The proxies of each that are one space for all tokens."""
         methods = [name for name in self.proxies if name != "local_pca"]
         ranks = [self.rank_in(place.fitted.shape[1]) for place in places]
-        return fit_each([[place.fitted] for place in places], methods=methods, ranks=ranks, seed=self.seed, last=False)
+        return fit_each([[place.fitted] for place in places], methods=methods, ranks=ranks, seed=self.seed)
 
     def at(self, helds: Sequence[Held], fits: Sequence[Mapping[str, Proxy]]) -> Iterator[ProbeRow]:
         """Everything of some places, with the proxies of this checkpoint."""
@@ -230,7 +231,7 @@ class _Analysis:
             if site.name != name or self.probed.fit_states[site].shape[1] != rows.shape[1]:
                 continue
             rank = self.rank_in(rows.shape[1])
-            proxies = fit_globals(self.probed.fit_states[site], methods=PROXIES, rank=rank, seed=self.seed)
+            proxies = fit_each([[self.probed.fit_states[site]]], methods=PROXIES, ranks=[rank], seed=self.seed)[0]
             every = uncoupled_alignments(rows, list(proxies.values()), seed=self.seed)
             for (method, proxy), found in zip(proxies.items(), every, strict=True):
                 columns = {"gradient": "embedding", "proxy": method, "rank": proxy.rank, "variant": WITH_MEAN}

@@ -11,6 +11,8 @@ from torch import Tensor
 
 # Up to so many coordinates, and up to so many times the axes that are looked for, a whole decomposition comes sooner.
 WHOLE_DIM, WHOLE_RATIO = 256, 3
+# Up to so many coordinates a decomposition takes a CPU less time than a GPU.
+HOST_DIM = 512
 # Axes that are looked for beyond those that are wanted: they make the last of these settle.
 SPARE_AXES = 8
 # ‖Cv - λv‖ at which an axis has settled: this share of λ, and above the rounding of λ₁.
@@ -25,7 +27,7 @@ LANCZOS_STEPS = 48
 # is then as near, and the largest, where it stands out, nearer by the square.
 LANCZOS_LOOKS, SETTLED_LEADING = (8, 10, 12, 16, 20, 24, 32, 40), 1e-5
 # Numbers that a search for leading eigenvalues holds at one time: as many as caches hold, or as a GPU is busy with.
-HELD_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 28}
+HELD_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 26}
 
 
 def leading_axes(
@@ -66,8 +68,9 @@ def leading_axes(
 
 
 def _whole(matrices: Float[Tensor, "s d d"], width: int) -> tuple[Float[Tensor, "s k"], Float[Tensor, "s d k"]]:
-    """By a decomposition; on the CPU, in float64: in float32 it may fail where eigenvalues fall below its range."""
-    values, axes = torch.linalg.eigh(matrices.double().cpu())
+    """By a decomposition, in float64: in float32 it may fail where eigenvalues fall below its range."""
+    exact = matrices.double()
+    values, axes = torch.linalg.eigh(exact.cpu() if exact.shape[1] <= HOST_DIM else exact)
     values, axes = values[:, -width:].flip(1), axes[:, :, -width:].flip(2)
     return values.clamp_min(0).to(matrices.device), axes.to(matrices)
 

@@ -27,7 +27,7 @@ DRAWS = 199
 # The paper's number, whose p is never below 1/21.
 PAPER_DRAWS = 20
 # Numbers of random spaces and of what moments make of them that are held at one time.
-DRAWN_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 28}
+DRAWN_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}
 # A random matrix that is nearly as tall as wide is nearly singular: fewer directions to spare need float64.
 SPARE_NORMALS = 8
 # Up to so many coordinates float64 costs next to nothing.

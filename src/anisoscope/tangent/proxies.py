@@ -6,7 +6,7 @@ they are, semi-NMF and the uncentred SVD share one span, and one of its directio
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Shaped
@@ -23,8 +23,6 @@ METHODS = ("pca", "svd", "seminmf", "local_pca")
 RANK_RULES = ("variance:SHARE", "twonn", "participation_ratio")
 # The paper fits on the first part of a run's checkpoints, once and for good.
 FROZEN_SHARE = 0.3
-# What is left of a direction after the mean is projected out: below this it was the mean, and what is left is noise.
-LEFT_WITHOUT_MEAN = 0.1
 NEIGHBORS = 48
 # Numbers of neighbours' coordinates held at one time.
 HELD_ELEMENTS = 1 << 24
@@ -45,7 +43,7 @@ class Proxy:
     following: Float[Tensor, "d q"]
     """The next r principal directions outside the basis (N2); fewer where the space ends."""
     last: Float[Tensor, "d l"]
-    """The last r of them (N3); none where only leading directions are looked for."""
+    """The last r of them (N3); none where they were not asked for."""
     explained: float
     """Share of the variance of the fit states in the basis; of their squares where they are not centred."""
     method: str
@@ -139,6 +137,7 @@ def fit_global(
     centred: bool | None = None,
     concepts: int | None = None,
     seed: int = 0,
+    last: bool = False,
 ) -> Proxy:
     """One tangent space for all tokens, from the states of one checkpoint or of several.
 
@@ -146,22 +145,11 @@ def fit_global(
     `seminmf`: the span of the directions of a semi-NMF (by default of centred states) with as many `concepts` as the
     rank; where there are more, the leading singular vectors of what they make of the states.
     Several checkpoints have equal weight: each is centred by its own mean and scaled to a total variance of one.
+    Without the `last` directions (N3) a rank that is a number needs no whole decomposition.
     """
-    return fit_globals(states, methods=(method,), rank=rank, centred=centred, concepts=concepts, seed=seed)[method]
-
-
-def fit_globals(
-    states: Float[Tensor, "n d"] | Sequence[Shaped[Tensor, "_ d"]],
-    *,
-    methods: Sequence[str],
-    rank: int | str = 16,
-    centred: bool | None = None,
-    concepts: int | None = None,
-    seed: int = 0,
-) -> dict[str, Proxy]:
-    """Proxies of the same states by several methods: their covariance and its decomposition are made once."""
     several = [states] if isinstance(states, Tensor) else list(states)
-    return fit_each([several], methods=methods, ranks=[rank], centred=centred, concepts=concepts, seed=seed)[0]
+    settings = {"centred": centred, "concepts": concepts, "seed": seed, "last": last}
+    return fit_each([several], methods=(method,), ranks=[rank], **settings)[0][method]
 
 
 def fit_each(
@@ -172,11 +160,11 @@ def fit_each(
     centred: bool | None = None,
     concepts: int | None = None,
     seed: int = 0,
-    last: bool = True,
+    last: bool = False,
 ) -> list[dict[str, Proxy]]:
-    """The same for several places, each with its states: their axes and semi-NMFs are made side by side.
+    """The same for several places, each with its states, and by several methods: what they share is made once.
 
-    Without the `last` directions a rank that is a number needs no whole decomposition.
+    Searches and semi-NMFs of places are made side by side.
     """
     found: list[dict[str, Proxy]] = [{} for _ in places]
     known: dict[bool, list[_Spread]] = {}
@@ -237,7 +225,7 @@ def _spreads_of(places: Sequence[Sequence[Tensor]], centred: bool, most: int | N
     pooled = [_pool(states, centred) for states in places]
     covariances = [points.T @ points for points, _ in pooled]
     found: dict[int, tuple[Tensor, Tensor]] = {}
-    for here in _alike(covariances):
+    for here in alike(covariances):
         stack = torch.stack([covariances[place] for place in here])
         dim = stack.shape[1]
         count, spare = (dim, 0) if most is None else (2 * most, (BASIS_WIDTH - 2) * most)
@@ -248,7 +236,7 @@ def _spreads_of(places: Sequence[Sequence[Tensor]], centred: bool, most: int | N
     ]
 
 
-def _alike(matrices: Sequence[Tensor]) -> list[list[int]]:
+def alike(matrices: Sequence[Tensor]) -> list[list[int]]:
     """The places of those that can be stacked."""
     shapes = [one.shape for one in matrices]
     return [[place for place, other in enumerate(shapes) if other == shape] for shape in dict.fromkeys(shapes)]
@@ -257,69 +245,13 @@ def _alike(matrices: Sequence[Tensor]) -> list[list[int]]:
 def _others(spreads: Sequence[_Spread], bases: Sequence[Tensor], last: bool) -> list[Float[Tensor, "d q"]]:
     """Principal directions outside each basis: all, or as many as it has."""
     found: dict[int, Tensor] = {}
-    for here in _alike(bases):
+    for here in alike(bases):
         dim, size = bases[here[0]].shape
         stack = torch.stack([_project_out(spreads[place].covariance, bases[place]) for place in here])
         # Of all, the basis itself comes last, with zeros.
         axes = leading_axes(stack, dim if last else min(size, dim - size), spare=0 if last else SPARE_AXES)[1]
         found |= dict(zip(here, axes[:, :, : dim - size], strict=True))
     return [found[place] for place in range(len(spreads))]
-
-
-def without_mean(proxies: Sequence[Proxy]) -> list[Proxy]:
-    """The same proxies with the direction of the states' mean projected out of them and of their controls."""
-    means = [one.mean / (float(one.mean.norm()) or 1) for one in proxies]
-    bases: dict[int, Tensor] = {}
-    away: dict[int, Tensor] = {}
-    for here in _alike([one.basis for one in proxies]):
-        mean, axes = (
-            torch.stack([means[place] for place in here]),
-            torch.stack([proxies[place].basis for place in here]),
-        )
-        bases |= dict(zip(here, _without_directions(axes, mean), strict=True))
-        # Controls are outside the basis already: what they may have of the mean is what the basis has not.
-        exact = axes.double()
-        rest = mean - (exact @ (exact.mT @ mean[..., None]))[..., 0]
-        left = torch.linalg.vector_norm(rest, dim=1, keepdim=True)
-        away |= dict(zip(here, torch.where(left > LEFT_WITHOUT_MEAN, rest / left, mean), strict=True))
-    changed: dict[int, dict[str, Tensor]] = {place: {"basis": bases[place]} for place in bases}
-    for name in ("following", "last"):
-        cut = [getattr(one, name)[:, : bases[place].shape[1]] for place, one in enumerate(proxies)]
-        for here in _alike(cut):
-            stacked = torch.stack([cut[place] for place in here]), torch.stack([away[place] for place in here])
-            for place, one in zip(here, _without_directions(*stacked), strict=True):
-                changed[place][name] = one
-    found = []
-    for place, proxy in enumerate(proxies):
-        dropped = proxy.rank - bases[place].shape[1]
-        note = "the mean direction is projected out" + (f", and with it {dropped} of the directions" if dropped else "")
-        found.append(replace(proxy, **changed[place], explained=math.nan, notes=(*proxy.notes, note)))
-    return found
-
-
-def _without_directions(axes: Float[Tensor, "s d q"], directions: Float[Tensor, "s d"]) -> list[Float[Tensor, "d _"]]:
-    """An orthonormal basis of what orthonormal axes span outside a direction of length one, or outside nothing.
-
-    (I - mmᵀ)Q has, for c = Qᵀm, the singular value √(1 - ‖c‖²) along c and else only ones: c is stretched, or left out.
-    """
-    if not axes.shape[2]:
-        return list(axes)
-    exact, directions = axes.double(), directions.double()[:, None]
-    along = directions @ exact
-    rest = exact - directions.mT @ along
-    length = torch.linalg.vector_norm(along, dim=2, keepdim=True)
-    left = (1 - length.square()).clamp_min(0).sqrt()
-    unit = along / torch.where(length > 0, length, 1)
-    stretched = (rest + (rest @ unit.mT) @ unit * (1 / left - 1)).to(axes)
-    found = list(stretched)
-    for place, one in enumerate(left.flatten().tolist()):
-        if one <= LEFT_WITHOUT_MEAN:
-            # A reflection that takes c to the first coordinate, which is dropped.
-            mirror = unit[place, 0].clone()
-            mirror[0] += 1.0 if float(mirror[0]) >= 0 else -1.0
-            turned = rest[place] - torch.outer(rest[place] @ mirror, mirror) * (2 / mirror.square().sum())
-            found[place] = turned[:, 1:].to(axes)
-    return found
 
 
 def choose_rank(
