@@ -121,10 +121,8 @@ def test_places_that_are_fitted_side_by_side_have_the_same_numbers(
     assert len(set(groups[0])) > 1
     for one, two in zip(alone.records, beside.records, strict=True):
         place = (one.metric, one.site, one.population, one.gradient, one.proxy, one.variant, one.control)
-        # Products of several clouds are rounded otherwise than those of one: a semi-NMF goes on from there, and PCA is
-        # looked at in the span of both.
-        close = 1e-3 if one.proxy == "seminmf" else 1e-5
-        assert two.value == pytest.approx(one.value, rel=close, abs=close, nan_ok=True), place
+        # Products of several places are rounded otherwise than those of one.
+        assert two.value == pytest.approx(one.value, rel=2e-6, abs=2e-6, nan_ok=True), place
 
 
 def test_energies_are_those_of_plain_sums(unit: an.Unit, decoder: Model) -> None:

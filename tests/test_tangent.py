@@ -220,6 +220,14 @@ def test_float32_controls_agree_with_float64(dim: int) -> None:
     torch.testing.assert_close(*signs, rtol=FAST_TOLERANCE, atol=0)
 
 
+@pytest.mark.parametrize("power", [0.5, 1.0, 2.0])
+def test_float32_normals_are_exact_where_hardly_anything_is_left_for_them(power: float) -> None:
+    rows = decaying(500, 120, power=power)
+    basis = torch.linalg.svd(rows).Vh[:6].T
+    one, other = (random_spaces(second_moment(some), basis.to(some)).normal for some in (rows, rows.float()))
+    torch.testing.assert_close(one, other, rtol=0, atol=5e-6 * 6 / 120)
+
+
 @pytest.mark.parametrize("held", [1, 1 << 20])
 def test_random_spaces_of_many_places_are_those_of_each(held: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(controls.DRAWN_ELEMENTS, "cpu", held)

@@ -33,6 +33,7 @@ from anisoscope.held import (
     hold_against,
     split_by_frequency,
 )
+from anisoscope.kernels.gram import limit_on
 from anisoscope.metrics import Metric, all_metrics
 from anisoscope.past import Past, sketch
 from anisoscope.probed import Probed, ProbeRow
@@ -106,8 +107,8 @@ class _Analysis:
         for site, population in itertools.product(self.probed.sites, populations):
             place = self.place(site, population)
             elements = sum(one.fitted.numel() for one in (*some, place))
-            limit = FITTED_ELEMENTS.get(place.fitted.device.type, FITTED_ELEMENTS["cuda"])
-            if some and (elements > limit or place.fitted.shape[1] != some[0].fitted.shape[1]):
+            full = elements > limit_on(FITTED_ELEMENTS, place.fitted)
+            if some and (full or place.fitted.shape[1] != some[0].fitted.shape[1]):
                 yield some
                 some = []
             some.append(place)

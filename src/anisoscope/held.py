@@ -1,4 +1,4 @@
-"""The gradients of one place held against proxies: rows for energies, shares, bins of frequency, turns."""
+"""The gradients of places held against proxies: rows for energies, shares, bins of frequency, turns."""
 
 import itertools
 import math
@@ -274,7 +274,9 @@ def hold_against(
     led = plain if removal else [[False] * len(mine) for mine in plain]
     moments = [list(held.moments.values()) for held in helds]
     spaces = spaces_beside(moments, proxies, seed=spec.seed, keep=LED_DRAWS, led=led)
-    every = iter(leading_shares(list(itertools.chain.from_iterable(moments))))
+    # What gradients are by themselves is told with plain proxies only.
+    told = any(itertools.chain.from_iterable(plain))
+    every = iter(leading_shares(list(itertools.chain.from_iterable(moments)))) if told else itertools.repeat(math.nan)
     shares = [list(itertools.islice(every, len(mine))) for mine in moments]
     rows = [
         list(held.enrichment(mine, beside, leading))

@@ -6,6 +6,7 @@ Notation: X (n, d) holds the points as rows, X̄ the centred ones, C = X̄ᵀX̄
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -82,6 +83,11 @@ def power_of_two_scale(points: Float[Tensor, "n d"]) -> Float[Tensor, ""]:
     """
     largest = points.abs().max().double()
     return torch.where(largest > 0, torch.exp2(torch.floor(torch.log2(largest))), torch.ones_like(largest))
+
+
+def limit_on(limits: Mapping[str, int], like: Tensor) -> int:
+    """How much may be held at one time where a tensor is: as a GPU wherever nothing else is said."""
+    return limits.get(like.device.type, limits["cuda"])
 
 
 def product_roundoff(points: Float[Tensor, "n d"]) -> float:

@@ -139,17 +139,13 @@ def _beside(
     usable: Sequence[tuple[int, int]],
 ) -> Float[Tensor, "s k m d r"]:
     """Tangent first, next second, then the random ones, for every moment and proxy; zeros where there is less."""
-    rank, draws = max(proxies[at][place].rank for at, place in usable), 0
-    for at, place in usable:
-        draws = max(draws, len(spaces[at][place].normal_bases[:LED_DRAWS]))  # type: ignore[union-attr]
-    most = max(len(mine) for mine in proxies)
-    found = moments.new_zeros(len(moments), most, 2 + draws, moments.shape[1], rank)
-    for at, place in usable:
-        proxy, here = proxies[at][place], spaces[at][place]
-        assert here is not None
+    normal = {(at, place): here.normal_bases[:LED_DRAWS] for at, place in usable if (here := spaces[at][place])}
+    draws, dim, rank = max(one.shape for one in normal.values())
+    found = moments.new_zeros(len(moments), max(len(mine) for mine in proxies), 2 + draws, dim, rank)
+    for (at, place), bases in normal.items():
+        proxy = proxies[at][place]
         mine = found[at, place, :, :, : proxy.rank]
-        mine[0], mine[1] = proxy.basis.to(found), proxy.following[:, : proxy.rank].to(found)
-        mine[2:] = here.normal_bases[:LED_DRAWS].to(found)
+        mine[0], mine[1], mine[2:] = proxy.basis, proxy.following[:, : proxy.rank], bases
     return found
 
 

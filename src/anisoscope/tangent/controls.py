@@ -21,7 +21,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from anisoscope.errors import SpecError, StatesError
-from anisoscope.kernels.gram import for_products, power_of_two_scale, working_dtype
+from anisoscope.kernels.gram import for_products, limit_on, power_of_two_scale, working_dtype
 
 DRAWS = 199
 # The paper's number, whose p is never below 1/21.
@@ -96,7 +96,7 @@ def random_spaces_beside(
     With the rows of Ω an orthonormal basis of a uniform subspace, that of W = Ω(I - QQᵀ) is uniform in the complement:
     E = tr(ΩCΩᵀ) / tr C, and tr((WWᵀ)⁻¹WCWᵀ) / tr C. Only ΩC is a large product, and bases of one rank share it: what
     they differ in are products with Q. Squares and `keep` bases are made for those that are `led` (all, where that is
-    not said). Where the moment is float32, energies are within 3e-6 of r / d of those in float64. Places, moments and
+    not said). Where the moment is float32, energies are within 5e-6 of r / d of those in float64. Places, moments and
     bases of one rank have the same draws, and are computed side by side.
     """
     ahead = [[True] * len(mine) for mine in bases] if led is None else led
@@ -114,8 +114,7 @@ def random_spaces_beside(
     found: list[list[dict[int, RandomSpaces]]] = [[{} for _ in known] for known in moments]
     for (dim, rank, count, _, leading), members in alike.items():
         exact = dim - 2 * rank < SPARE_NORMALS or dim <= EXACT_DIM
-        held = DRAWN_ELEMENTS.get(moments[0][0].device.type, DRAWN_ELEMENTS["cuda"])
-        size = max(1, held // (count * draws * rank * dim))
+        size = max(1, limit_on(DRAWN_ELEMENTS, moments[0][0]) // (count * draws * rank * dim))
         for start in range(0, len(members), size):
             some = members[start : start + size]
             against = torch.stack([torch.stack(list(moments[at])) for at, _ in some])
@@ -143,8 +142,7 @@ def _spaces_of_rank(
     seen = _Seen(moments, bases, led)
     parts: list[tuple[Tensor, Tensor, Tensor]] = []
     kept = bases.new_empty(several, led, 0, dim, rank)
-    held = DRAWN_ELEMENTS.get(bases.device.type, DRAWN_ELEMENTS["cuda"])
-    step = max(1, held // (several * moments.shape[1] * dim * rank))
+    step = max(1, limit_on(DRAWN_ELEMENTS, bases) // (several * moments.shape[1] * dim * rank))
     identity = torch.eye(rank, dtype=bases.dtype, device=bases.device)
     for start in range(0, draws, step):
         omega = _uniform_spaces(draws, rank, dim, seed, bases.dtype, bases.device)[start : start + step]

@@ -120,7 +120,7 @@ def fit_local(states: Float[Tensor, "n d"], *, rank: int | str = 8, neighbors: i
     """Keep the fit states; each token's tangent space comes from its `neighbors` nearest of them."""
     points, _ = _pool([states], True)
     values = torch.linalg.eigvalsh(points.T @ points).flip(0).clamp_min(0) if isinstance(rank, str) else points[0]
-    wanted, notes = choose_rank(rank, values.double(), states, points.shape[1])
+    wanted, notes = choose_rank(rank, values.double(), states)
     if not wanted < neighbors <= len(states):
         raise SpecError(
             f"local tangent spaces need rank < neighbours ≤ states; came rank {wanted}, {neighbors} neighbours and "
@@ -180,7 +180,7 @@ def fit_each(
             known[around] = _spreads_of(places, around, most)
         spreads = known[around]
         wanted = [
-            choose_rank(rank, one.values, several[-1], one.points.shape[1])
+            choose_rank(rank, one.values, several[-1])
             for rank, one, several in zip(ranks, spreads, places, strict=True)
         ]
         if method == "seminmf":
@@ -255,13 +255,14 @@ def _others(spreads: Sequence[_Spread], bases: Sequence[Tensor], last: bool) -> 
 
 
 def choose_rank(
-    rule: int | str, values: Float[Tensor, " k"], states: Float[Tensor, "n d"], dim: int
+    rule: int | str, values: Float[Tensor, " k"], states: Float[Tensor, "n d"]
 ) -> tuple[int, tuple[str, ...]]:
     """The number of directions that a rule asks for, at most half of all: normal controls need as many again.
 
     `variance:0.9`: the fewest that hold this share of the variance; `participation_ratio`: (Σλ)²/Σλ²; `twonn`: the
     intrinsic dimension of the states (the last checkpoint's). Both are rounded.
     """
+    dim = states.shape[1]
     if isinstance(rule, int):
         if not 1 <= rule < dim:
             raise SpecError(f"a proxy of {dim} coordinates has a rank from 1 to {dim - 1}; came {rule}")

@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from anisoscope.errors import SpecError, StatesError
-from anisoscope.kernels.gram import center, for_products, power_of_two_scale, squared_norms
+from anisoscope.kernels.gram import center, for_products, limit_on, power_of_two_scale, squared_norms
 from anisoscope.tangent.controls import second_moment
 from anisoscope.tangent.inference import Permutations, draw_permutations
 
@@ -248,11 +248,7 @@ def _own_products(gradients: Float[Tensor, "w t e"], values: Float[Tensor, "w t 
 
 def _columns(gradients: Float[Tensor, "w t e"], each: int) -> tuple[Tensor, ...]:
     """Some columns at a time, where each makes so many numbers."""
-    return gradients.split(max(1, _held(TABLE_ELEMENTS, gradients) // each), 2)
-
-
-def _held(limits: dict[str, int], like: Tensor) -> int:
-    return limits.get(like.device.type, limits["cuda"])
+    return gradients.split(max(1, limit_on(TABLE_ELEMENTS, gradients) // each), 2)
 
 
 def _squares_by_turns(
@@ -314,7 +310,7 @@ def _squares_by_tokens(
     all turns of all rings. About n²(e + d + m)/2 multiplications for m permutations.
     """
     count, length, _ = values.shape
-    blocks, step = gradients.new_empty(count, count, length, length), _held(AT_ONCE, values)
+    blocks, step = gradients.new_empty(count, count, length, length), limit_on(AT_ONCE, values)
     for start in range(0, count, step):
         rows, others = gradients[start : start + step], gradients[start:]
         table = (rows.flatten(0, 1) @ others.flatten(0, 1).T).view(len(rows), length, len(others), length)
@@ -329,7 +325,7 @@ def _squares_by_tokens(
     products = squares.new_zeros(count, count)
     # Pairs that are -δ apart give the same; 0 and half the ring are their own negatives.
     weights = torch.tensor([1 if 2 * apart in (0, count) else 2 for apart in range(len(beside))], device=values.device)
-    step = max(1, _held(TABLE_ELEMENTS, values) // (2 * rings.numel() * length**2))
+    step = max(1, limit_on(TABLE_ELEMENTS, values) // (2 * rings.numel() * length**2))
     for start in range(0, len(beside), step):
         some = slice(start, start + step)
         further = rings[:, (place + torch.arange(start, start + len(beside[some]))[:, None].to(place)) % count]
@@ -345,7 +341,7 @@ def _squares_by_tokens(
 def _products_along(ring: Float[Tensor, "w t d"]) -> Float[Tensor, "f w t t"]:
     """H_u H_vᵀ of each window and of those that follow it, v = u + δ for δ up to half the ring."""
     count, length, _ = ring.shape
-    half, step = count // 2 + 1, _held(AT_ONCE, ring)
+    half, step = count // 2 + 1, limit_on(AT_ONCE, ring)
     around, apart = torch.cat([ring, ring[:half]]), torch.arange(half, device=ring.device)[:, None]
     found = ring.new_empty(half, count, length, length)
     for start in range(0, count, step):
