@@ -251,7 +251,10 @@ def test_clouds_side_by_side_are_factorised_as_if_each_were_alone(known: bool) -
     for place, (cloud, found) in enumerate(zip(clouds, together, strict=True)):
         alone = semi_nmf(cloud, 6, seed=2, tolerance=1e-3, axes=axes[place] if axes else None)
         assert found.converged == alone.converged
-        torch.testing.assert_close(found.errors, alone.errors, rtol=1e-9, atol=1e-9)
+        # Where nothing is left of the error, rounding says when it ends.
+        assert len(found.errors) == len(alone.errors) or float(alone.errors[-1]) < 1e-12
+        count = min(len(found.errors), len(alone.errors))
+        torch.testing.assert_close(found.errors[:count], alone.errors[:count], rtol=1e-9, atol=1e-9)
         torch.testing.assert_close(found.codes @ found.directions, alone.codes @ alone.directions, rtol=1e-6, atol=1e-6)
         lengths.add(len(found.errors))
     assert len(lengths) > 1

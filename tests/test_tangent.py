@@ -29,7 +29,7 @@ from anisoscope.tangent.inference import (
 from anisoscope.tangent.means import without_mean
 from anisoscope.tangent.pinning import follow_centroids, log_trend, pin_types
 from anisoscope.tangent.proxies import LocalProxy, fit_global, fit_local, fit_proxy
-from anisoscope.tangent.windows import pair_windows, stack_windows
+from anisoscope.tangent.windows import pair_windows, signal_to_noise, stack_windows
 
 # Relative difference between a fast path in float32 and its reference in float64.
 FAST_TOLERANCE = 2e-5
@@ -186,7 +186,7 @@ def test_random_spaces_have_their_expectations() -> None:
     for draws, expected in ((spaces.haar, 4 / 24), (spaces.normal, (1 - energy) * 4 / 20)):
         error = float(draws.std()) / math.sqrt(4000)
         assert abs(float(draws.mean()) - expected) < 4 * error
-    signs = sign_energies(moment, [basis], draws=4000)[0]
+    signs = sign_energies(moment[None], basis[None, None], draws=4000)[0, 0]
     expected = float(moment.diagonal() @ basis.square().sum(1))
     assert abs(float(signs.mean()) - expected) < 4 * float(signs.std()) / math.sqrt(4000)
 
@@ -206,7 +206,7 @@ def test_sign_energies_are_those_of_flipped_bases() -> None:
     moment, basis = second_moment(decaying(500, 24)), orthonormal(24, 4, seed=2)
     signs = torch.randint(2, (7, 24), generator=torch.Generator().manual_seed(3)) * 2 - 1
     naive = [energy_of(moment, one[:, None] * basis) for one in signs]
-    np.testing.assert_allclose(sign_energies(moment, [basis], draws=7, seed=3)[0], naive, rtol=EXACT)
+    np.testing.assert_allclose(sign_energies(moment[None], basis[None, None], draws=7, seed=3)[0, 0], naive, rtol=EXACT)
 
 
 @pytest.mark.parametrize("dim", [48, 120])
@@ -216,7 +216,7 @@ def test_float32_controls_agree_with_float64(dim: int) -> None:
     for attribute in ("haar", "normal", "normal_squares"):
         one, other = (getattr(random_spaces(m, basis.to(m)), attribute) for m in (exact, fast))
         torch.testing.assert_close(one, other, rtol=FAST_TOLERANCE, atol=0)
-    signs = [sign_energies(moment, [basis]) for moment in (exact, fast)]
+    signs = [sign_energies(moment[None], basis[None, None]) for moment in (exact, fast)]
     torch.testing.assert_close(*signs, rtol=FAST_TOLERANCE, atol=0)
 
 
@@ -231,7 +231,8 @@ def test_float32_normals_are_exact_where_hardly_anything_is_left_for_them(power:
 @pytest.mark.parametrize("held", [1, 1 << 20])
 def test_random_spaces_of_many_places_are_those_of_each(held: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(controls.DRAWN_ELEMENTS, "cpu", held)
-    moments = [[second_moment(decaying(300, 24, seed=at)), second_moment(normal(300, 24, seed=at))] for at in range(3)]
+    rows = [[decaying(300, 24, seed=at), normal(300, 24, seed=at)] for at in range(3)]
+    moments = torch.stack([torch.stack([second_moment(one) for one in some]) for some in rows])
     # Ranks differ between bases of a place and between places, and not all are led.
     bases = [[orthonormal(24, rank, seed=at) for rank in ranks] for at, ranks in enumerate(([4, 4, 3], [4, 4], [3, 4]))]
     led = [[True, False, True], [True, False], [False, False]]
@@ -281,7 +282,7 @@ def test_fast_permuted_energies_equal_the_naive_loop(
         own = windowed._own_products(pairing.gradients, pairing.values)
         torch.testing.assert_close(products, own, rtol=EXACT, atol=EXACT * float(own.abs().max()))
         object.__setattr__(pairing, "permuted_squares", squares)
-    np.testing.assert_allclose(pairing.permuted_energies(basis), naive, rtol=EXACT)
+    np.testing.assert_allclose(pairing.permuted_energies(basis[None, None])[0, 0], naive, rtol=EXACT)
 
 
 def test_float32_windows_agree_with_float64() -> None:
@@ -289,7 +290,7 @@ def test_float32_windows_agree_with_float64() -> None:
     exact = pair_windows(values, gradients, windows_of(40, 8))
     fast = pair_windows(values.float(), gradients.float(), windows_of(40, 8))
     torch.testing.assert_close(
-        exact.permuted_energies(basis), fast.permuted_energies(basis), rtol=FAST_TOLERANCE, atol=0
+        *(one.permuted_energies(basis[None, None]) for one in (exact, fast)), rtol=FAST_TOLERANCE, atol=0
     )
     by_tokens, products = windowed._squares_by_tokens(fast.gradients, fast.values, fast.permutations)
     torch.testing.assert_close(by_tokens, fast.permuted_squares, rtol=FAST_TOLERANCE, atol=0)
@@ -300,11 +301,12 @@ def test_float32_windows_agree_with_float64() -> None:
 def test_windows_may_come_in_any_order_and_length() -> None:
     rows = torch.arange(10.0)[:, None]
     windows = torch.tensor([7, 3, 7, 3, 3, 7, 7, 5, 3, 7])
-    stacked = stack_windows([rows], windows)[0][..., 0]
-    assert stacked.tolist() == [[1, 3, 4, 8, 0], [7, 0, 0, 0, 0], [0, 2, 5, 6, 9]]
-    some = torch.tensor([1, 2, 9])
-    stacked = stack_windows([rows[some]], windows, some)[0][..., 0]
-    assert stacked.tolist() == [[1, 0, 0, 0, 0], [0, 0, 0, 0, 0], [0, 2, 0, 0, 9]]
+    stacked = stack_windows([torch.stack([rows, 10 * rows])], windows)[0][..., 0]
+    wanted = torch.tensor([[1, 3, 4, 8, 0], [7, 0, 0, 0, 0], [0, 2, 5, 6, 9]]).float()
+    assert torch.equal(stacked, torch.stack([wanted, 10 * wanted]))
+    for windows in (torch.arange(10) // 5, torch.arange(10) % 2, -(torch.arange(10) // 5)):
+        stacked = stack_windows([rows[None]], windows)[0][0, ..., 0]
+        assert stacked.tolist() == [rows[windows == one, 0].tolist() for one in windows.unique()]
 
 
 def test_tokens_that_are_not_kept_do_not_count() -> None:
@@ -393,14 +395,15 @@ def test_split_halves_are_the_average_over_all_halvings() -> None:
     values, gradients, basis = decaying(6 * 5, 8), normal(30, 8, seed=3), orthonormal(8, 3, seed=2)
     gradients = gradients + 0.3 * values
     pairing = pair_windows(values, gradients, windows_of(6, 5))
-    parts = (pairing.gradients.mT @ pairing.values) @ basis
+    parts = (pairing.gradients.mT @ pairing.values)[0] @ basis
     crossed, noise = 0.0, 0.0
     for half in combinations(range(6), 3):
         one = parts[list(half)].sum(0)
         other = parts.sum(0) - one
         crossed += float((one * other).sum())
         noise += float((one - other).square().sum())
-    assert pairing.split_halves(basis) == pytest.approx(crossed / noise, rel=1e-9)
+    found = signal_to_noise(pairing.look_in(basis[None, None]).products)
+    assert float(found) == pytest.approx(crossed / noise, rel=1e-9)
 
 
 # Statistics

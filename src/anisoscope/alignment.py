@@ -21,6 +21,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from anisoscope.cloud import select_members, select_typical
 from anisoscope.errors import SpecError
 from anisoscope.gradients import capture_gradients
 from anisoscope.held import (
@@ -70,13 +71,13 @@ def align(probed: Probed, names: Collection[str], past: Past | None = None) -> A
     analysis, own = _Analysis(probed, found), probed.spec.proxy_from is None
     usual = dict.fromkeys(name for item in found.values() for name in item.populations)
     for places in analysis.places(probed.spec.populations or tuple(usual)):
-        helds, fits = [analysis.hold(place) for place in places], analysis.fit(places)
+        held, fits = analysis.hold(places), analysis.fit(places)
         if own:
-            aligned.rows.extend(analysis.at(helds, fits))
+            aligned.rows.extend(analysis.at(held, fits))
             for place, proxies in zip(places, fits, strict=True):
-                aligned.attachments.update(sketch(place.site, place.population, place.fitted, proxies))
+                aligned.attachments.update(sketch(place.site, place.population, proxies))
         if past is not None:
-            aligned.rows.extend(analysis.against_past(helds, fits, past))
+            aligned.rows.extend(analysis.against_past(held, fits, past))
     if own:
         aligned.rows.extend(analysis.of_modules())
     return aligned
@@ -100,6 +101,9 @@ class _Analysis:
             raise SpecError(f"controls are {', '.join(CONTROLS)}; came {', '.join(sorted(unknown))}")
         self.type_disjoint = "type_disjoint" in spec.controls
         self.proxies = tuple(dict.fromkeys((spec.proxy, *PROXIES)))
+        shown = probed.gradients.tokens
+        self.tokens = {"fit": probed.fit_tokens(shown.ids.device), "test": shown}
+        self.members: dict[tuple[str, str], Int[Tensor, " m"]] = {}
 
     def places(self, populations: Sequence[str]) -> Iterator[list[Place]]:
         """Some of one width at a time: a GPU hardly needs longer for many small ones than for one."""
@@ -118,21 +122,28 @@ class _Analysis:
     def place(self, site: Site, population: str) -> Place:
         probed = self.probed
         states, here = probed.fit_states[site], probed.gradients.sites[site]
-        tokens = probed.fit_tokens(states.device)
-        index = probed.members(population, states, tokens)
+        index = self._members(population, states, "fit")
         keep = torch.zeros(len(here.values), dtype=torch.bool, device=here.values.device)
-        keep[probed.members(population, here.values, probed.gradients.tokens)] = True
+        keep[self._members(population, here.values, "test")] = True
         return Place(
             site=site,
             population=population,
             fitted=states[index],
-            fitted_types=tokens.ids[index],
+            fitted_types=self.tokens["fit"].ids[index],
             here=here,
             keep=keep,
         )
 
-    def hold(self, place: Place) -> Held:
-        return Held(self.probed, self.metrics, place, self.gradients)
+    def _members(self, population: str, states: Float[Tensor, "n d"], half: str) -> Int[Tensor, " m"]:
+        """As `select_population` has it; what does not depend on the states is selected once."""
+        chosen, seed = "content" if population == "typical" else population, self.probed.spec.seed
+        if (chosen, half) not in self.members:
+            self.members[chosen, half] = select_members(chosen, self.tokens[half], seed=seed)
+        known = self.members[chosen, half]
+        return select_typical(states, known, self.probed.spec.typical_k) if population == "typical" else known
+
+    def hold(self, places: Sequence[Place]) -> Held:
+        return Held(self.probed, self.metrics, places, self.gradients)
 
     def rank_in(self, width: int) -> int:
         return min(self.probed.spec.rank, width // 2)
@@ -143,7 +154,7 @@ class _Analysis:
         ranks = [self.rank_in(place.fitted.shape[1]) for place in places]
         return fit_each([[place.fitted] for place in places], methods=methods, ranks=ranks, seed=self.seed)
 
-    def at(self, helds: Sequence[Held], fits: Sequence[Mapping[str, Proxy]]) -> Iterator[ProbeRow]:
+    def at(self, held: Held, fits: Sequence[Mapping[str, Proxy]]) -> Iterator[ProbeRow]:
         """Everything of some places, with the proxies of this checkpoint."""
         rid = iter(without_mean([one for proxies in fits for one in proxies.values()]))
         candidates: list[list[Candidate]] = [
@@ -154,28 +165,26 @@ class _Analysis:
             ]
             for proxies in fits
         ]
-        found, binned = hold_against(helds, candidates, removal=True), split_by_frequency(helds, fits)
-        for held, *rows in zip(helds, found, binned, strict=True):
+        found, binned = hold_against(held, candidates, removal=True), split_by_frequency(held, fits)
+        for at, (place, *rows) in enumerate(zip(held.places, found, binned, strict=True)):
             yield from itertools.chain.from_iterable(rows)
             if "local_pca" in self.proxies:
-                yield from held.local()
+                yield from held.local(at)
             if self.type_disjoint:
-                yield from self._type_disjoint(held.place)
+                yield from self._type_disjoint(place)
 
-    def against_past(
-        self, helds: Sequence[Held], fits: Sequence[Mapping[str, Proxy]], past: Past
-    ) -> Iterator[ProbeRow]:
+    def against_past(self, held: Held, fits: Sequence[Mapping[str, Proxy]], past: Past) -> Iterator[ProbeRow]:
         """Energies in the proxies of earlier checkpoints, and how far this one's proxy is from them."""
         every: list[list[Candidate]] = []
-        for held, proxies in zip(helds, fits, strict=True):
-            place, earlier = held.place, []
+        for at, (place, proxies) in enumerate(zip(held.places, fits, strict=True)):
+            earlier = []
             for name in PROXIES:
                 rank = self.rank_in(place.fitted.shape[1])
                 for fit, before in past.proxies(place.site, place.population, name, rank, place.fitted):
                     earlier.append((name, before, f"{WITH_MEAN};fit={fit}"))
-                    yield from held.turn(name, before, proxies[name], fit)
+                    yield from held.turn(at, name, before, proxies[name], fit)
             every.append(earlier)
-        yield from itertools.chain.from_iterable(hold_against(helds, every))
+        yield from itertools.chain.from_iterable(hold_against(held, every))
 
     def _type_disjoint(self, place: Place) -> Iterator[ProbeRow]:
         """Half of the token types to fit on, the other half to test on."""
@@ -187,7 +196,7 @@ class _Analysis:
         keep = place.keep & ~first[self.probed.gradients.tokens.ids]
         other = replace(place, fitted=place.fitted[mine], fitted_types=place.fitted_types[mine], keep=keep)
         candidates = [(name, one, f"{WITH_MEAN};split=types") for name, one in self.fit([other])[0].items()]
-        yield from hold_against([self.hold(other)], [candidates])[0]
+        yield from hold_against(self.hold([other]), [candidates])[0]
 
     def of_modules(self) -> Iterator[ProbeRow]:
         """Gradients of linear modules and of embedding rows, where they are asked for; the proxy is of their inputs."""
@@ -218,9 +227,9 @@ class _Analysis:
                 here=here,
                 keep=keep,
             )
-            held = Held(probed, self.metrics, place, ("linear",))
+            held = Held(probed, self.metrics, [place], ("linear",))
             candidates = [(name, proxy, WITH_MEAN) for name, proxy in self.fit([place])[0].items()]
-            yield from hold_against([held], [candidates])[0]
+            yield from hold_against(held, [candidates])[0]
         if test.embedding is not None:
             yield from self._embedding(test.embedding.read, test.embedding.types, "embed")
             if test.embedding.predicted is not None:
@@ -233,7 +242,7 @@ class _Analysis:
                 continue
             rank = self.rank_in(rows.shape[1])
             proxies = fit_each([[self.probed.fit_states[site]]], methods=PROXIES, ranks=[rank], seed=self.seed)[0]
-            every = uncoupled_alignments(rows, list(proxies.values()), seed=self.seed)
+            every = uncoupled_alignments(rows[None], [list(proxies.values())], seed=self.seed)[0]
             for (method, proxy), found in zip(proxies.items(), every, strict=True):
                 columns = {"gradient": "embedding", "proxy": method, "rank": proxy.rank, "variant": WITH_MEAN}
                 yield from enrichment_rows(

@@ -86,11 +86,11 @@ def _of_gradients(
     named = {metric.name: metric for metric in metrics}
     if gradient == "virtual":
         pairing = pair_windows(states, rows, tested, seed=seed)
-        found, moment = coupled_alignment(pairing, fitted, seed=seed), second_moment(pairing.gradient)
+        found, moment = coupled_alignment(pairing, fitted, seed=seed), pairing.moments[0]
     else:
         found, moment = uncoupled_alignment(rows, fitted, documents=tested, seed=seed), second_moment(rows)
     place = {**_PLACE, "points": len(rows)}
-    yield from enrichment_rows(named, found, leading_shares([moment])[0], columns={}, **place)
+    yield from enrichment_rows(named, found, leading_shares(moment[None])[0], columns={}, **place)
     if "tangent_anisotropy_share" in named:
         share = anisotropy_share(moment, fitted, seed=seed)
         removal = share.isoscore_change

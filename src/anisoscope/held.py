@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +16,8 @@ from anisoscope.metrics import Metric
 from anisoscope.metrics.alignment import Enrichment, Removed, Trend, Turned
 from anisoscope.probed import Probed, ProbeRow
 from anisoscope.records import Site
-from anisoscope.tangent.anisotropy import LED_DRAWS, AnisotropyShare, anisotropy_shares
-from anisoscope.tangent.controls import RandomSpaces, second_moment
+from anisoscope.tangent.anisotropy import LED_DRAWS, AnisotropyShare, anisotropy_shares, find_leading
+from anisoscope.tangent.controls import RandomSpaces, second_moments
 from anisoscope.tangent.dynamics import random_distance, turn_between
 from anisoscope.tangent.energies import (
     Alignment,
@@ -28,8 +28,9 @@ from anisoscope.tangent.energies import (
     uncoupled_alignments,
 )
 from anisoscope.tangent.frequency import ByFrequency, squares_by_frequency
-from anisoscope.tangent.proxies import Proxy, fit_local
-from anisoscope.tangent.windows import pair_windows
+from anisoscope.tangent.inference import same_rows
+from anisoscope.tangent.proxies import Proxy, fit_local, stack_bases
+from anisoscope.tangent.windows import pair_each
 
 # Directions of a token's own tangent space: neighbours are too few for many.
 LOCAL_RANK = 8
@@ -52,153 +53,173 @@ class Place:
 
 
 class Held:
-    """The gradients of one place, with what every proxy shares computed once."""
+    """The gradients of places of one width and of the same tokens, with what every proxy shares computed once."""
 
-    def __init__(self, probed: Probed, metrics: Mapping[str, Metric], place: Place, gradients: Sequence[str]) -> None:
-        self.probed, self.place, self.seed = probed, place, probed.spec.seed
+    def __init__(
+        self, probed: Probed, metrics: Mapping[str, Metric], places: Sequence[Place], gradients: Sequence[str]
+    ) -> None:
+        self.probed, self.places, self.seed = probed, places, probed.spec.seed
         self.metrics, self.shown = metrics, probed.gradients
         self.gradients = tuple(gradients)
-        self.rows = place.here.gradients[place.keep]
-        self.pairing = None
-        self.moments: dict[str, Tensor] = {}
-        self.squares: dict[str, Tensor] = {}
-        """‖Qᵀa‖² and ‖a‖² of the activation gradients, for each proxy they were held against."""
-        self.points = len(self.rows)
-        self.excluded = len(place.keep) - self.points
-        if {"virtual", "linear"} & set(self.gradients):
-            windows = self.shown.windows
-            self.pairing = pair_windows(
-                place.here.values, place.here.gradients, windows, keep=place.keep, seed=self.seed
-            )
+        self.keep = torch.stack([place.keep for place in places])
+        self.points = self.keep.sum(1).tolist()
+        self.pairing, self.rows = None, None
+        self.squares: dict[tuple[int, str], Tensor] = {}
+        """‖Qᵀa‖² and ‖a‖² of the activation gradients, for each place and proxy they were held against."""
+        here = torch.stack([place.here.gradients for place in places])
+        moments = []
         for name in self.gradients:
-            coupled = name != "activation" and self.pairing is not None
-            self.moments[name] = self.pairing.moment if coupled and self.pairing else second_moment(self.rows)
+            if name == "activation":
+                self.rows = torch.where(self.keep[..., None], here, 0)
+                moments.append(second_moments(self.rows))
+            else:
+                values = torch.stack([place.here.values for place in places])
+                self.pairing = pair_each(values, here, self.shown.windows, keep=self.keep, seed=self.seed)
+                moments.append(self.pairing.moments)
+        self.moments = torch.stack(moments, 1) if moments else None
+        """Of each place and gradient."""
 
-    def _columns(self, gradient: str, name: str, proxy: Proxy, variant: str) -> dict[str, Any]:
-        return {"gradient": gradient, "proxy": name, "rank": proxy.rank, "variant": variant}
-
-    def _row(self, metric: str, view: Any, **columns: Any) -> Iterator[ProbeRow]:
-        """A row; about tokens, unless it names points of another kind."""
-        place, note = self.place, columns.pop("note", None)
-        excluded = 0 if "points" in columns else self.excluded
-        if metric in self.metrics:
-            yield ProbeRow.of(
-                self.metrics[metric],
-                view,
-                site=place.site,
-                population=place.population,
-                points=columns.pop("points", self.points),
-                dim=place.here.values.shape[1],
-                excluded=excluded,
-                note=note,
-                **columns,
-            )
+    def _row(self, at: int, metric: str, view: Any, columns: Mapping[str, Any], points: int | None = None) -> ProbeRow:
+        """A row of a place; about tokens, unless it comes with points of another kind."""
+        place, mine = self.places[at], self.points[at]
+        return ProbeRow.of(
+            self.metrics[metric],
+            view,
+            site=place.site,
+            population=place.population,
+            points=mine if points is None else points,
+            dim=place.here.values.shape[1],
+            excluded=len(place.keep) - mine if points is None else 0,
+            **columns,
+        )
 
     def enrichment(
-        self, candidates: Sequence[Candidate], spaces: Sequence[Sequence[RandomSpaces | None]], shares: Sequence[float]
-    ) -> Iterator[ProbeRow]:
-        """Energy, its controls and the source's ratio, for each proxy and gradient.
+        self,
+        candidates: Sequence[Sequence[Candidate]],
+        spaces: Sequence[Sequence[Sequence[RandomSpaces | None]]],
+        shares: Sequence[float],
+    ) -> list[list[ProbeRow]]:
+        """Energy, its controls and the source's ratio, for each proxy and gradient of each place.
 
-        With the random spaces of each gradient and proxy, and the leading share of each gradient.
+        With the random spaces of each place, gradient and proxy, and the leading share of each gradient of each place.
         """
-        place = self.place
-        proxies = [proxy for _, proxy, _ in candidates]
-        found: dict[str, list[Alignment]] = {}
-        for (gradient, moment), beside in zip(self.moments.items(), spaces, strict=True):
+        proxies = [[proxy for _, proxy, _ in mine] for mine in candidates]
+        found: list[list[list[Alignment]]] = []
+        for number, gradient in enumerate(self.gradients):
+            beside = [here[number] for here in spaces]
             if gradient == "activation":
-                squares = row_squares(self.rows, [proxy.basis for proxy in proxies])
-                for number, (name, _, variant) in enumerate(candidates):
-                    if variant == WITH_MEAN:
-                        self.squares[name] = squares[:, [number, -1]]
-                documents = self.shown.tokens.documents[place.keep]
-                settings = {"documents": documents, "moment": moment, "squares": squares, "spaces": beside}
-                found[gradient] = uncoupled_alignments(self.rows, proxies, seed=self.seed, **settings)
+                found.append(self._uncoupled(candidates, proxies, beside, number))
             else:
                 assert self.pairing is not None
-                found[gradient] = coupled_alignments(self.pairing, proxies, seed=self.seed, spaces=beside)
-        for number, (name, proxy, variant) in enumerate(candidates):
-            for gradient, share in zip(self.gradients, shares, strict=True):
-                yield from enrichment_rows(
-                    self.metrics,
-                    found[gradient][number],
-                    # What the gradients are by themselves is told once.
-                    share if variant == WITH_MEAN else math.nan,
-                    site=place.site,
-                    population=place.population,
-                    points=self.points,
-                    excluded=self.excluded,
-                    columns=self._columns(gradient, name, proxy, variant),
-                )
+                found.append(coupled_alignments(self.pairing, proxies, seed=self.seed, spaces=beside))
+        told = iter(shares)
+        rows: list[list[ProbeRow]] = [[] for _ in self.places]
+        for at, (place, mine) in enumerate(zip(self.places, candidates, strict=True)):
+            leading = list(itertools.islice(told, len(self.gradients)))
+            for number, (name, proxy, variant) in enumerate(mine):
+                for gradient, every, share in zip(self.gradients, found, leading, strict=True):
+                    rows[at] += enrichment_rows(
+                        self.metrics,
+                        every[at][number],
+                        # What the gradients are by themselves is told once.
+                        share if variant == WITH_MEAN else math.nan,
+                        site=place.site,
+                        population=place.population,
+                        points=self.points[at],
+                        excluded=len(place.keep) - self.points[at],
+                        columns=_columns(gradient, name, proxy, variant),
+                    )
+        return rows
+
+    def _uncoupled(
+        self,
+        candidates: Sequence[Sequence[Candidate]],
+        proxies: Sequence[Sequence[Proxy]],
+        beside: Sequence[Sequence[RandomSpaces | None]],
+        number: int,
+    ) -> list[list[Alignment]]:
+        assert self.rows is not None
+        assert self.moments is not None
+        if not any(proxies):
+            return [[] for _ in proxies]
+        squares = row_squares(self.rows, stack_bases([[one.basis for one in mine] for mine in proxies]))
+        for at, mine in enumerate(candidates):
+            for place, (name, _, variant) in enumerate(mine):
+                if variant == WITH_MEAN:
+                    self.squares[at, name] = squares[at][:, [place, -1]]
+        return uncoupled_alignments(
+            self.rows,
+            proxies,
+            keep=self.keep,
+            documents=self.shown.tokens.documents,
+            moments=self.moments[:, number],
+            squares=squares,
+            spaces=beside,
+            seed=self.seed,
+        )
 
     def removal(
-        self, gradient: str, candidates: Sequence[Candidate], found: Sequence[AnisotropyShare]
+        self, at: int, gradient: str, candidates: Iterable[Candidate], found: Sequence[AnisotropyShare]
     ) -> Iterator[ProbeRow]:
-        """What is left of a gradient's anisotropy without each proxy, in four ways."""
+        """What is left of a gradient's anisotropy at a place without each proxy, in four ways."""
         for (name, proxy, _), share in zip(candidates, found, strict=True):
-            yield from self._removed(gradient, name, proxy, share)
+            ways = {
+                "isoscore": share.isoscore_change,
+                "leading": share.leading_drop,
+                "spectral": share.spectral_share,
+                "energy": share.anisotropic_energy,
+            }
+            for way, removal in ways.items():
+                columns = _columns(gradient, name, proxy, f"{WITH_MEAN};share={way}") | {"note": share.note}
+                view = Removed(change=removal.tangent)
+                for control, value, p in (("normal", removal.normal, removal.p), ("next", removal.following, None)):
+                    beside = {"control": control, "control_value": value, "p": p}
+                    yield self._row(at, "tangent_anisotropy_share", view, columns | beside)
 
-    def _removed(self, gradient: str, name: str, proxy: Proxy, found: AnisotropyShare) -> Iterator[ProbeRow]:
-        ways = {
-            "isoscore": found.isoscore_change,
-            "leading": found.leading_drop,
-            "spectral": found.spectral_share,
-            "energy": found.anisotropic_energy,
-        }
-        for way, removal in ways.items():
-            columns = self._columns(gradient, name, proxy, f"{WITH_MEAN};share={way}") | {"note": found.note}
-            view = Removed(change=removal.tangent)
-            for control, value, p in (
-                ("normal", removal.normal, removal.p),
-                ("next", removal.following, None),
-            ):
-                beside = {"control": control, "control_value": value, "p": p}
-                yield from self._row("tangent_anisotropy_share", view, **columns, **beside)
-
-    def by_frequency(self, name: str, proxy: Proxy, found: ByFrequency) -> Iterator[ProbeRow]:
-        """Energies of activation gradients by token frequency, and their trend over types."""
-        columns = self._columns("activation", name, proxy, WITH_MEAN)
-        for number, one in enumerate(found.bins):
+    def by_frequency(self, at: int, name: str, proxy: Proxy, found: ByFrequency) -> Iterator[ProbeRow]:
+        """Energies of activation gradients at a place by token frequency, and their trend over types."""
+        columns = _columns("activation", name, proxy, WITH_MEAN)
+        for number, one in enumerate(found.bins if "tangent_energy" in self.metrics else ()):
             frequency = f"{WITH_MEAN};log10_frequency={one.log_frequency / math.log(10):.2f}"
             view = Enrichment(energy=one.energy.value)
             beside = {"low": one.energy.low, "high": one.energy.high, "control": "normal", "control_value": one.normal}
-            yield from self._row(
-                "tangent_energy",
-                view,
-                **columns | {"variant": frequency, "bin": number, "points": one.tokens},
-                **beside,
-            )
+            beside |= {"variant": frequency, "bin": number}
+            yield self._row(at, "tangent_energy", view, columns | beside, points=one.tokens)
         trend = found.spearman
-        beside = {"low": trend.r.low, "high": trend.r.high, "p": trend.p, "points": trend.types}
-        yield from self._row(
-            "tangent_frequency_trend", Trend(spearman=trend.r.value), **columns, **beside, note=found.note
-        )
+        beside = {"low": trend.r.low, "high": trend.r.high, "p": trend.p, "note": found.note}
+        view = Trend(spearman=trend.r.value)
+        yield self._row(at, "tangent_frequency_trend", view, columns | beside, points=trend.types)
 
-    def turn(self, name: str, before: Proxy, now: Proxy, fit: str) -> Iterator[ProbeRow]:
+    def turn(self, at: int, name: str, before: Proxy, now: Proxy, fit: str) -> Iterator[ProbeRow]:
         """How far the proxy of now is from an earlier one."""
+        if "subspace_distance" not in self.metrics:
+            return
         turn = turn_between(before.basis, now.basis)
         rank = min(before.rank, now.rank)
         beside = {"control": "haar", "control_value": random_distance(now.dim, rank), "note": before.notes[0]}
         columns = {"proxy": name, "rank": rank, "variant": f"fit={fit}"}
-        yield from self._row("subspace_distance", Turned(distance=turn.grassmann), **columns, **beside)
+        yield self._row(at, "subspace_distance", Turned(distance=turn.grassmann), columns | beside)
 
-    def local(self) -> Iterator[ProbeRow]:
+    def local(self, at: int) -> Iterator[ProbeRow]:
         """Each token's gradient in its own tangent space, against those of other windows."""
-        place = self.place
+        place = self.places[at]
         rank = min(LOCAL_RANK, self.probed.spec.rank, place.fitted.shape[1] // 2)
-        proxy = fit_local(place.fitted, rank=rank)
-        keep = place.keep
-        found = local_alignment(place.here.values[keep], self.rows, self.shown.windows[keep], proxy, seed=self.seed)
-        columns = {"gradient": "activation", "proxy": "local_pca", "rank": proxy.rank, "variant": WITH_MEAN}
+        proxy, keep = fit_local(place.fitted, rank=rank), place.keep
+        values, rows = place.here.values[keep], place.here.gradients[keep]
         yield from enrichment_rows(
             self.metrics,
-            found,
+            local_alignment(values, rows, self.shown.windows[keep], proxy, seed=self.seed),
             math.nan,
             site=place.site,
             population=place.population,
-            points=self.points,
-            excluded=self.excluded,
-            columns=columns,
+            points=self.points[at],
+            excluded=len(keep) - self.points[at],
+            columns={"gradient": "activation", "proxy": "local_pca", "rank": proxy.rank, "variant": WITH_MEAN},
         )
+
+
+def _columns(gradient: str, name: str, proxy: Proxy, variant: str) -> dict[str, Any]:
+    return {"gradient": gradient, "proxy": name, "rank": proxy.rank, "variant": variant}
 
 
 def enrichment_rows(
@@ -250,70 +271,64 @@ def enrichment_rows(
             )
 
 
-def leading_shares(moments: Sequence[Float[Tensor, "d d"]]) -> list[float]:
-    """λ₁ / Σλ of each second moment, all of one size; NaN where it is zero."""
-    stacked = torch.stack(list(moments))
-    totals = stacked.diagonal(dim1=1, dim2=2).double().sum(1).cpu()
-    return torch.where(totals > 0, leading_values(stacked) / totals, math.nan).tolist()
+def leading_shares(moments: Float[Tensor, "s d d"]) -> list[float]:
+    """λ₁ / Σλ of each second moment; NaN where it is zero."""
+    totals = moments.diagonal(dim1=1, dim2=2).double().sum(1).cpu()
+    return torch.where(totals > 0, leading_values(moments) / totals, math.nan).tolist()
 
 
 def hold_against(
-    helds: Sequence[Held], candidates: Sequence[Sequence[Candidate]], *, removal: bool = False
+    held: Held, candidates: Sequence[Sequence[Candidate]], *, removal: bool = False
 ) -> list[list[ProbeRow]]:
-    """Rows of each place for its candidates; of places of one width, whose searches and draws are made side by side.
+    """Rows of each place for its candidates.
 
     With `removal` also what is left of anisotropy without the candidates that are plain proxies.
     """
-    metrics, spec = helds[0].metrics, helds[0].probed.spec
-    if not helds[0].gradients:
-        return [[] for _ in helds]
+    metrics, spec = held.metrics, held.probed.spec
+    if held.moments is None:
+        return [[] for _ in held.places]
     usable = [[one for one in mine if one[1].rank > 0] for mine in candidates]
     proxies = [[proxy for _, proxy, _ in mine] for mine in usable]
     plain = [[variant == WITH_MEAN for _, _, variant in mine] for mine in usable]
-    removal = removal and "tangent_anisotropy_share" in metrics
+    kept = [list(itertools.compress(mine, chosen)) for mine, chosen in zip(proxies, plain, strict=True)]
+    removal = removal and "tangent_anisotropy_share" in metrics and any(kept)
     led = plain if removal else [[False] * len(mine) for mine in plain]
-    moments = [list(held.moments.values()) for held in helds]
-    spaces = spaces_beside(moments, proxies, seed=spec.seed, keep=LED_DRAWS, led=led)
-    # What gradients are by themselves is told with plain proxies only.
-    told = any(itertools.chain.from_iterable(plain))
-    every = iter(leading_shares(list(itertools.chain.from_iterable(moments)))) if told else itertools.repeat(math.nan)
-    shares = [list(itertools.islice(every, len(mine))) for mine in moments]
-    rows = [
-        list(held.enrichment(mine, beside, leading))
-        for held, mine, beside, leading in zip(helds, usable, spaces, shares, strict=True)
-    ]
+    spaces = spaces_beside(held.moments, proxies, seed=spec.seed, keep=LED_DRAWS, led=led)
+    every, leading = held.moments.flatten(0, 1), None
     if removal:
-        cases = [(at, number) for at, mine in enumerate(moments) for number in range(len(mine))]
-        kept = [list(itertools.compress(mine, chosen)) for mine, chosen in zip(proxies, plain, strict=True)]
+        leading = find_leading(every, max(one.rank for mine in kept for one in mine))
+    # What gradients are by themselves is told with plain proxies only.
+    shares = leading.shares if leading else leading_shares(every) if any(kept) else [math.nan] * len(every)
+    rows = held.enrichment(usable, spaces, shares)
+    if removal:
+        cases = list(itertools.product(range(len(held.places)), range(len(held.gradients))))
         found = anisotropy_shares(
-            [moments[at][number] for at, number in cases],
+            every,
             [kept[at] for at, _ in cases],
             [list(itertools.compress(spaces[at][number], plain[at])) for at, number in cases],
-            leading_shares=[shares[at][number] for at, number in cases],
+            leading=leading,
             zeta=spec.isoscore_zeta,
         )
         for (at, number), mine in zip(cases, found, strict=True):
-            named = itertools.compress(usable[at], plain[at])
-            rows[at].extend(helds[at].removal(helds[at].gradients[number], list(named), mine))
+            rows[at] += held.removal(at, held.gradients[number], itertools.compress(usable[at], plain[at]), mine)
     return rows
 
 
-def split_by_frequency(helds: Sequence[Held], fits: Sequence[Mapping[str, Proxy]]) -> list[list[ProbeRow]]:
+def split_by_frequency(held: Held, fits: Sequence[Mapping[str, Proxy]]) -> list[list[ProbeRow]]:
     """Rows by token frequency of places that were held against their proxies; of the same tokens side by side."""
-    rows: list[list[ProbeRow]] = [[] for _ in helds]
-    if "activation" not in helds[0].gradients or "tangent_frequency_trend" not in helds[0].metrics:
+    rows: list[list[ProbeRow]] = [[] for _ in held.places]
+    if "activation" not in held.gradients or "tangent_frequency_trend" not in held.metrics:
         return rows
-    probed, every = helds[0].probed, helds[0].shown.tokens.ids.cpu()
-    kept = torch.stack([held.place.keep for held in helds]).cpu()
-    alike: dict[bytes, list[int]] = {}
-    for at, keep in enumerate(kept):
-        alike.setdefault(keep.numpy().tobytes(), []).append(at)
-    for places in alike.values():
-        types = every[kept[places[0]]]
-        cases = [(at, name, proxy) for at in places for name, proxy in fits[at].items() if name in helds[at].squares]
-        above, below = torch.stack([helds[at].squares[name] for at, name, _ in cases], 1).unbind(2)
+    probed, every, kept = held.probed, held.shown.tokens.ids.cpu(), held.keep.cpu()
+    for places in same_rows(kept):
+        keep = kept[places[0]]
+        cases = [(at, name, proxy) for at in places for name, proxy in fits[at].items() if (at, name) in held.squares]
+        if not cases:
+            continue
+        above, below = torch.stack([held.squares[at, name] for at, name, _ in cases], 1)[keep].unbind(2)
         shapes = [(proxy.dim, proxy.rank) for _, _, proxy in cases]
+        types = every[keep]
         found = squares_by_frequency(above, below, shapes, probed.log_frequency(types), types, seed=probed.spec.seed)
         for (at, name, proxy), one in zip(cases, found, strict=True):
-            rows[at].extend(helds[at].by_frequency(name, proxy, one))
+            rows[at] += held.by_frequency(at, name, proxy, one)
     return rows

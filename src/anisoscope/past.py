@@ -11,11 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from anisoscope.errors import SpecError
-from anisoscope.kernels.gram import center
 from anisoscope.records import Site
 from anisoscope.store import Store
 from anisoscope.tangent.proxies import FROZEN_SHARE, Proxy
@@ -27,22 +25,17 @@ Arrays = Mapping[str, np.ndarray]
 """The attachments of a unit."""
 
 
-def sketch(
-    site: Site, population: str, states: Float[Tensor, "n d"], proxies: Mapping[str, Proxy]
-) -> dict[str, np.ndarray]:
+def sketch(site: Site, population: str, proxies: Mapping[str, Proxy]) -> dict[str, np.ndarray]:
     """What is kept of the proxies of a site: 2r principal axes with their shares of the variance, the cone's basis.
 
     Half precision: it turns a direction by about 1e-3.
     """
     main = proxies["pca"]
-    axes = torch.cat([main.basis, main.following], 1)
-    around = center(states)
-    inside = (around.points @ axes.to(around.points)).double().square().sum(0)
-    spread = (around.squares.sum() / len(states)).sqrt()
+    assert main.shares is not None
     kept = {
-        "axes": axes,
-        "shares": inside / around.squares.sum(),
-        "mean": around.mean / spread,
+        "axes": torch.cat([main.basis, main.following], 1),
+        "shares": main.shares,
+        "mean": main.mean / main.distance,
         **({"cone": proxies["seminmf"].basis} if "seminmf" in proxies else {}),
     }
     prefix = _prefix(site, population)

@@ -55,8 +55,9 @@ class ProbeRow:
     ) -> "ProbeRow":
         """The metric of a view: NaN with the reason where the data forbid it, and with what else is to be noted."""
         answer = summarize([judge(metric, metric(view), points, 0, dim, settings or {})], metric, dim, settings or {})
-        notes = (answer.note if math.isnan(answer.value) else None, note)
-        answer = replace(answer, note="; ".join(part for part in notes if part) or None)
+        notes = "; ".join(part for part in (answer.note if math.isnan(answer.value) else None, note) if part) or None
+        if notes != answer.note:
+            answer = replace(answer, note=notes)
         return cls(site=site, population=population, metric=metric, answer=answer, excluded=excluded, columns=columns)
 
 

@@ -171,10 +171,11 @@ class Estimate:
     @classmethod
     def from_values(cls, values: tuple[float, ...], **rest: Any) -> "Estimate":
         """Mean and spread over the batches that gave a number."""
-        finite = np.array([value for value in values if not math.isnan(value)])
+        finite = [value for value in values if not math.isnan(value)]
+        several = len(finite) > 1
         return cls(
-            value=float(finite.mean()) if finite.size else math.nan,
-            spread=float(finite.std(ddof=1)) if finite.size > 1 else math.nan,
+            value=float(np.mean(finite)) if several else finite[0] if finite else math.nan,
+            spread=float(np.std(finite, ddof=1)) if several else math.nan,
             values=values,
             batches=len(values),
             **rest,

@@ -81,7 +81,11 @@ def power_of_two_scale(points: Float[Tensor, "n d"]) -> Float[Tensor, ""]:
 
     Dividing by a power of two is exact, so distances and ratios are untouched.
     """
-    largest = points.abs().max().double()
+    return power_of_two(points.abs().max().double())
+
+
+def power_of_two(largest: Float[Tensor, "*s"]) -> Float[Tensor, "*s"]:
+    """The power of two just below each number; 1 for zeros."""
     return torch.where(largest > 0, torch.exp2(torch.floor(torch.log2(largest))), torch.ones_like(largest))
 
 
@@ -90,7 +94,7 @@ def limit_on(limits: Mapping[str, int], like: Tensor) -> int:
     return limits.get(like.device.type, limits["cuda"])
 
 
-def product_roundoff(points: Float[Tensor, "n d"]) -> float:
+def product_roundoff(points: Float[Tensor, "*s n d"]) -> float:
     """Unit roundoff of matrix products of such points, as torch is set.
 
     Training scripts often allow TF32 or bfloat16 inside float32 products, and the products do not show it.
@@ -103,7 +107,7 @@ def product_roundoff(points: Float[Tensor, "n d"]) -> float:
     return {"tf32": 2.0**-11, "high": 2.0**-11, "bf16": 2.0**-8, "medium": 2.0**-8}.get(precision, 2.0**-24)
 
 
-def for_products(points: Float[Tensor, "n d"]) -> Float[Tensor, "n d"]:
+def for_products(points: Float[Tensor, "*s n d"]) -> Float[Tensor, "*s n d"]:
     """The points in float64 where torch is set to round float32 products further; else as they are."""
     return points if product_roundoff(points) <= 2.0**-24 else points.double()
 

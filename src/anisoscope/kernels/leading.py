@@ -13,8 +13,8 @@ from anisoscope.kernels.gram import limit_on
 
 # Up to so many coordinates, and up to so many times the axes that are looked for, a whole decomposition comes sooner.
 WHOLE_DIM, WHOLE_RATIO = 256, 3
-# Up to so many coordinates a decomposition takes a CPU less time than a GPU.
-HOST_DIM = 512
+# Up to so many coordinates a GPU decomposes all of a stack at once; from there to HOST_DIM a CPU is faster.
+BATCHED_DIM, HOST_DIM = 32, 512
 # Axes that are looked for beyond those that are wanted: they make the last of these settle.
 SPARE_AXES = 8
 # ‖Cv - λv‖ at which an axis has settled: this share of λ, and above the rounding of λ₁.
@@ -70,10 +70,15 @@ def leading_axes(
 
 def _whole(matrices: Float[Tensor, "s d d"], width: int) -> tuple[Float[Tensor, "s k"], Float[Tensor, "s d k"]]:
     """By a decomposition, in float64: in float32 it may fail where eigenvalues fall below its range."""
-    exact = matrices.double()
-    values, axes = torch.linalg.eigh(exact.cpu() if exact.shape[1] <= HOST_DIM else exact)
-    values, axes = values[:, -width:].flip(1), axes[:, :, -width:].flip(2)
-    return values.clamp_min(0).to(matrices.device), axes.to(matrices)
+    values, axes = small_eigh(matrices.double())
+    return values[:, -width:].flip(1).clamp_min(0), axes[:, :, -width:].flip(2).to(matrices)
+
+
+def small_eigh(matrices: Float[Tensor, "*s k k"]) -> tuple[Float[Tensor, "*s k"], Float[Tensor, "*s k k"]]:
+    """Eigenvalues, ascending, and eigenvectors, computed where that is faster."""
+    there = BATCHED_DIM < matrices.shape[-1] <= HOST_DIM
+    values, axes = torch.linalg.eigh(matrices.cpu() if there else matrices)
+    return values.to(matrices), axes.to(matrices)
 
 
 def _orthonormal(axes: Float[Tensor, "s d k"]) -> Float[Tensor, "s d k"]:
@@ -89,8 +94,7 @@ def _orthonormal(axes: Float[Tensor, "s d k"]) -> Float[Tensor, "s d k"]:
 def _ritz(matrices: Float[Tensor, "s d d"], axes: Float[Tensor, "s d k"]) -> tuple[Tensor, Tensor, Tensor]:
     """Eigenvalues of C inside the axes, descending, the axes turned to its eigenvectors there, and C times these."""
     images = matrices @ axes
-    # On the CPU: a GPU takes longer for such small matrices than for the products.
-    values, turn = (one.flip(-1).to(axes) for one in torch.linalg.eigh((axes.mT @ images).cpu()))
+    values, turn = (one.flip(-1) for one in small_eigh(axes.mT @ images))
     return values.clamp_min(0), axes @ turn, images @ turn
 
 
@@ -149,11 +153,10 @@ def _leading_without(matrices: Float[Tensor, "s d d"], bases: Float[Tensor, "s k
         # Once is not enough in float32 where one eigenvalue is far above the others.
         vectors = torch.baddbmm(vectors, seen.mT, seen @ vectors, alpha=-1).view(several, -1, dim)
         if step + 1 in LANCZOS_LOOKS or step + 1 == steps:
-            # On the CPU: a GPU takes longer for such small matrices than for the search.
-            values, coordinates = torch.linalg.eigh(inside[:, :, : step + 1, : step + 1].double().cpu())
-            found = values[..., -1].clamp_min(0)
+            values, coordinates = small_eigh(inside[:, :, : step + 1, : step + 1].double())
+            lengths = torch.linalg.vector_norm(vectors, dim=2) * coordinates[..., -1, -1].abs()
+            found, residuals = torch.stack([values[..., -1].clamp_min(0), lengths]).cpu()
             largest.scatter_(1, here, found)
-            residuals = torch.linalg.vector_norm(vectors, dim=2).cpu() * coordinates[..., -1, -1].abs()
             going = residuals > SETTLED_LEADING * found
             most = int(going.sum(1).max())
             if not most:

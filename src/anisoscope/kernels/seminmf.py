@@ -11,16 +11,17 @@ never above the second, since the corners of a simplex of r - 1 dimensions reach
 the points may be widened: the error singles out the span of D at best, never D.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from anisoscope.errors import SpecError, StatesError
-from anisoscope.kernels.gram import for_products, power_of_two_scale, squared_norms, working_dtype
+from anisoscope.kernels.gram import for_products, power_of_two, squared_norms, working_dtype
 
 # m / r, and products with AᵀA that turn random vectors towards Q. The error is within 2e-5 of that without compression
 # on spectra that decay like 1/k and within 3e-4 on isotropic clouds, where half the passes leave 2e-3.
@@ -79,9 +80,8 @@ def semi_nmfs(
     """Factorise several clouds side by side, each as if alone: a GPU hardly needs longer for all than for one."""
     if min(rank, iterations) < 1:
         raise SpecError(f"a factorisation needs rank and iterations of at least 1; got {rank} and {iterations}")
-    scales, scaled = map(list, zip(*map(_scaled, clouds), strict=True))
     # Rows of zeros, which fill up shorter clouds, have zero codes and change nothing.
-    whole = pad_sequence(scaled, batch_first=True) if len(scaled) > 1 else scaled[0][None]
+    scales, whole = _scaled(pad_sequence(list(clouds), batch_first=True) if len(clouds) > 1 else clouds[0][None])
     generator = torch.Generator().manual_seed(seed)
     codes = _start(whole, rank, generator)
     width = BASIS_WIDTH * rank
@@ -95,21 +95,19 @@ def semi_nmfs(
     directions = _least_squares(codes, whole, inside @ basis.mT.double())
     lengths = directions.norm(dim=2, keepdim=True)
     codes, directions = codes * lengths.to(codes), torch.where(lengths > 0, directions / lengths, 0).to(codes)
-    for history, last in zip(squares, _squared_errors(codes, directions, whole).tolist(), strict=True):
-        history.append(last)
-    found = []
-    for place, (cloud, points) in enumerate(zip(clouds, scaled, strict=True)):
-        total, dtype = float(squared_norms(points).sum()), working_dtype(cloud.dtype)
-        errors = torch.tensor(squares[place], dtype=torch.float64, device=cloud.device) / (total or 1)
-        found.append(
-            SemiNMF(
-                codes=(codes[place, :, : len(points)].T * scales[place]).to(dtype),
-                directions=directions[place].to(dtype),
-                errors=errors.sqrt(),
-                converged=converged[place],
-            )
+    totals = torch.linalg.vector_norm(whole, dim=2).double().square().sum(1)
+    last, totals = torch.stack([_squared_errors(codes, directions, whole), totals]).tolist()
+    dtype = working_dtype(clouds[0].dtype)
+    codes, directions = (codes.mT * scales[:, None, None]).to(dtype), directions.to(dtype)
+    return [
+        SemiNMF(
+            codes=codes[place, : len(cloud)],
+            directions=directions[place],
+            errors=(torch.tensor([*squares[place], last[place]], dtype=torch.float64) / (totals[place] or 1)).sqrt(),
+            converged=converged[place],
         )
-    return found
+        for place, cloud in enumerate(clouds)
+    ]
 
 
 def encode(points: Float[Tensor, "n d"], directions: Float[Tensor, "r d"]) -> Float[Tensor, "n r"]:
@@ -118,7 +116,7 @@ def encode(points: Float[Tensor, "n d"], directions: Float[Tensor, "r d"]) -> Fl
     z = argmin ‖a - zD‖², z ≥ 0, by accelerated projected gradient steps in float64. A point whose step went uphill
     starts its momentum afresh (O'Donoghue and Candès 2015).
     """
-    scale, whole = _scaled(points)
+    (scale,), (whole,) = _scaled(points[None])
     shrink, shift = _gradient_step(directions.double(), whole.double())
     codes = previous = torch.zeros_like(shift)
     momentum = shift.new_zeros(shift.shape[1])
@@ -132,14 +130,16 @@ def encode(points: Float[Tensor, "n d"], directions: Float[Tensor, "r d"]) -> Fl
     return (codes.T * scale).to(working_dtype(points.dtype))
 
 
-def _scaled(points: Tensor) -> tuple[Tensor, Tensor]:
+def _scaled(points: Float[Tensor, "s n d"]) -> tuple[Float[Tensor, " s"], Float[Tensor, "s n d"]]:
+    """Each divided by a power of two, which comes first."""
     if not points.numel():
-        raise SpecError(f"a factorisation needs points; got a tensor of shape {tuple(points.shape)}")
+        raise SpecError(f"a factorisation needs points; got a tensor of shape {tuple(points.shape[1:])}")
     raw = points.to(working_dtype(points.dtype))
-    if not bool(raw.isfinite().all()):
+    largest = raw.abs().amax((1, 2)).double()
+    if not bool(largest.isfinite().all()):
         raise StatesError("a factorisation needs finite points, and some are NaN or infinite; drop them first")
-    scale = power_of_two_scale(raw)
-    return scale, for_products(raw / scale.to(raw.dtype))
+    scale = power_of_two(largest)
+    return scale, for_products(raw / scale.to(raw.dtype)[:, None, None])
 
 
 def _start(points: Float[Tensor, "s n d"], rank: int, generator: torch.Generator) -> Float[Tensor, "s r n"]:
@@ -168,69 +168,95 @@ def _alternate(
 ) -> tuple[Float[Tensor, "s r n"], Float[Tensor, "s r d"], list[list[float]], list[bool]]:
     """Codes, directions (float64), squared errors and whether they settled.
 
-    Each iteration extrapolates Z and D along their last change, steps Z and solves for D. One that raised the error is
-    undone, and the next goes without momentum (Ang and Gillis 2019). A cloud that has settled leaves the others.
+    Clouds are looked at every CHECK_EVERY iterations, and in between nothing waits for a GPU. Those that have settled
+    leave the others.
     """
-    directions = _least_squares(codes, points, codes.new_zeros(*codes.shape[:2], points.shape[2], dtype=torch.float64))
-    squares = [[one] for one in (dropped + _squared_errors(codes, directions, points)).tolist()]
-    settled, found = [False] * len(squares), {}
-    # Of the clouds that are still here: their places, and for how many iterations momentum has gathered.
-    here, momentum = list(range(len(squares))), [0] * len(squares)
-    last_codes, last_directions = codes, directions
-    for iteration in range(1, iterations + 1):
-        if iteration % CHECK_EVERY == 1 and bool((idle := codes.amax(2) == 0).any()):
-            directions = directions.clone()
-            for number in idle.any(1).nonzero().flatten().tolist():
-                directions[number] = _redirect(idle[number], codes[number], directions[number], points[number])
-                momentum[number] = 0
-        ahead = _extrapolate(last_directions, directions, momentum)
-        shrink, shift = _gradient_step(ahead, points)
-        new_codes = _step_codes(_extrapolate(last_codes, codes, momentum), shrink, shift)
-        new_directions = _least_squares(new_codes, points, ahead)
-        errors = (dropped + _squared_errors(new_codes, new_directions, points)).tolist()
-        better = [error <= squares[place][-1] for place, error in zip(here, errors, strict=True)]
-        last_codes, codes = _choose(better, codes, last_codes), _choose(better, new_codes, codes)
-        last_directions, directions = (
-            _choose(better, directions, last_directions),
-            _choose(better, new_directions, directions),
-        )
-        for number, (place, error) in enumerate(zip(here, errors, strict=True)):
-            history = squares[place]
-            if not better[number] and not momentum[number]:
-                # Steps from Z itself no longer lower the error: what is left is rounding.
-                settled[place] = True
-                continue
-            history.append(error if better[number] else history[-1])
-            momentum[number] = momentum[number] + 1 if better[number] else 0
+    run = _Run(points, codes, dropped)
+    squares, settled = [[one] for one in run.squares.tolist()], [False] * len(codes)
+    here, found = list(range(len(squares))), {}
+    for start in range(0, iterations, CHECK_EVERY):
+        run.redirect()
+        seen = [run.step() for _ in range(min(CHECK_EVERY, iterations - start))]
+        errors, lowered = (torch.stack(part, 1).tolist() for part in zip(*seen, strict=True))
+        for place, mine, going in zip(here, errors, lowered, strict=True):
+            history, before = squares[place], squares[place][-1]
+            history.extend(itertools.compress(mine, going))
             # A relative change of the error is half that of its square.
-            if iteration % CHECK_EVERY == 0 and history[-1 - CHECK_EVERY] - history[-1] <= 2 * tolerance * history[-1]:
-                settled[place] = True
+            slow = len(seen) == CHECK_EVERY and before - history[-1] <= 2 * tolerance * history[-1]
+            settled[place] = slow or not going[-1]
         going = [number for number, place in enumerate(here) if not settled[place]]
-        if len(going) < len(here) or iteration == iterations:
-            found |= {place: (codes[number], directions[number]) for number, place in enumerate(here)}
+        if len(going) < len(here) or start + CHECK_EVERY >= iterations:
+            found |= {place: (run.codes[number], run.directions[number]) for number, place in enumerate(here)}
             if not going:
                 break
-            index = torch.tensor(going, device=codes.device)
-            points, dropped, codes, directions = points[index], dropped[index], codes[index], directions[index]
-            last_codes, last_directions = last_codes[index], last_directions[index]
-            here, momentum = [here[number] for number in going], [momentum[number] for number in going]
+            run.keep(going)
+            here = [here[number] for number in going]
     parts = [torch.stack([found[place][part] for place in range(len(squares))]) for part in (0, 1)]
     return parts[0], parts[1], squares, settled
 
 
-def _extrapolate(last: Float[Tensor, "s r k"], now: Float[Tensor, "s r k"], momentum: Sequence[int]) -> Tensor:
-    """Along the last change, each by a weight of its own."""
-    weights = [1 + one / (one + 3) for one in momentum]
-    if len(set(weights)) == 1:
-        return torch.lerp(last, now, weights[0]) if momentum[0] else now
-    return torch.lerp(last, now, now.new_tensor(weights)[:, None, None])
+class _Run:
+    """Where the factorisations of several clouds are."""
 
+    def __init__(
+        self, points: Float[Tensor, "s n d"], codes: Float[Tensor, "s r n"], dropped: Float[Tensor, " s"]
+    ) -> None:
+        start = codes.new_zeros(*codes.shape[:2], points.shape[2], dtype=torch.float64)
+        self.points, self.dropped, self.codes = points, dropped, codes
+        self.directions = _least_squares(codes, points, start)
+        self.last_codes, self.last_directions = self.codes, self.directions
+        self.squares = dropped + _squared_errors(codes, self.directions, points)
+        self.momentum = torch.zeros_like(self.squares)
+        """For how many iterations it has gathered."""
+        self.going = torch.ones_like(self.squares, dtype=torch.bool)
 
-def _choose(first: Sequence[bool], one: Tensor, other: Tensor) -> Tensor:
-    """Of two stacks the first's where it is said, else the other's."""
-    if all(first) or not any(first):
-        return one if all(first) else other
-    return torch.where(torch.tensor(first, device=one.device)[:, None, None], one, other)
+    def keep(self, chosen: Sequence[int]) -> None:
+        """Leave the other clouds behind."""
+        index = torch.tensor(chosen, device=self.codes.device)
+        for name, held in list(vars(self).items()):
+            setattr(self, name, held[index])
+
+    def step(self) -> tuple[Float[Tensor, " s"], Bool[Tensor, " s"]]:
+        """An iteration: squared errors after it, and which clouds still go on.
+
+        It extrapolates Z and D along their last change, steps Z and solves for D. One that raised the error is undone,
+        and the next goes without momentum (Ang and Gillis 2019).
+        """
+        weights = (1 + self.momentum / (self.momentum + 3))[:, None, None]
+        ahead = torch.lerp(self.last_directions, self.directions, weights)
+        codes = torch.lerp(self.last_codes, self.codes, weights.to(self.codes))
+        codes = _step_codes(codes, *_gradient_step(ahead, self.points))
+        directions = _least_squares(codes, self.points, ahead)
+        squares = self.dropped + _squared_errors(codes, directions, self.points)
+        better = squares <= self.squares
+        # Steps from Z itself no longer lower the error: what is left is rounding.
+        self.going = self.going & (better | (self.momentum > 0))
+        taken = better & self.going
+        where = taken[:, None, None]
+        self.last_codes, self.codes = (
+            torch.where(where, self.codes, self.last_codes),
+            torch.where(where, codes, self.codes),
+        )
+        self.last_directions, self.directions = (
+            torch.where(where, self.directions, self.last_directions),
+            torch.where(where, directions, self.directions),
+        )
+        self.squares = torch.where(taken, squares, self.squares)
+        self.momentum = torch.where(taken, self.momentum + 1, 0)
+        return self.squares, self.going
+
+    def redirect(self) -> None:
+        """Turn directions that no point uses to the points that the others miss most: ZD stays as it is."""
+        idle = self.codes.amax(2) == 0
+        if not bool(idle.any()):
+            return
+        self.directions = self.directions.clone()
+        for number in idle.any(1).nonzero().flatten().tolist():
+            points, which = self.points[number], idle[number]
+            residual = _residuals(self.codes[number, None], self.directions[number, None], points[None])[0]
+            worst = squared_norms(residual).topk(min(int(which.sum()), len(points))).indices
+            self.directions[number, which.nonzero().flatten()[: len(worst)]] = residual[worst].double()
+            self.momentum[number] = 0
 
 
 def _gradient_step(directions: Float[Tensor, "*s r d"], points: Float[Tensor, "*s n d"]) -> tuple[Tensor, Tensor]:
@@ -287,10 +313,3 @@ def _residuals(codes: Tensor, directions: Tensor, points: Tensor) -> Float[Tenso
 def _squared_errors(codes: Tensor, directions: Tensor, points: Tensor) -> Float[Tensor, " s"]:
     """‖A - ZD‖² itself: ‖A‖² - ⟨D, ZᵀA⟩ costs less and loses all digits where the fit is close."""
     return torch.linalg.vector_norm(_residuals(codes, directions, points), dim=2).double().square().sum(1)
-
-
-def _redirect(idle: Tensor, codes: Tensor, directions: Tensor, points: Tensor) -> Float[Tensor, "r d"]:
-    """Turn directions of one cloud that no point uses to the points that the others miss most: ZD stays as it is."""
-    residual = _residuals(codes[None], directions[None], points[None])[0]
-    worst = squared_norms(residual).topk(min(int(idle.sum()), len(points))).indices
-    return directions.index_copy(0, idle.nonzero().flatten()[: len(worst)], residual[worst].double())

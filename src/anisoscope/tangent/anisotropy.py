@@ -13,10 +13,10 @@ from torch import Tensor
 
 from anisoscope.kernels import gram
 from anisoscope.kernels.gram import GramSums, center
-from anisoscope.kernels.leading import leading_axes, leading_values, leading_without
+from anisoscope.kernels.leading import leading_axes, leading_without
 from anisoscope.metrics.spectrum import isoscore_star
 from anisoscope.tangent.controls import DRAWS, RandomSpaces, random_spaces
-from anisoscope.tangent.inference import permutation_p
+from anisoscope.tangent.inference import permutation_ps
 from anisoscope.tangent.proxies import Proxy
 
 # Normal spaces whose spectrum is looked at, and the residual at which leading axes of C have settled for it.
@@ -71,53 +71,70 @@ def anisotropy_share(
     usable = _why_not(proxy, total) is None
     keep = min(draws, LED_DRAWS)
     spaces = random_spaces(moment, proxy.basis, draws=draws, seed=seed, keep=keep) if usable else None
-    leading = [float(leading_values(moment[None])) / total if total > 0 else math.nan]
-    return anisotropy_shares([moment], [[proxy]], [[spaces]], leading_shares=leading, zeta=zeta)[0][0]
+    return anisotropy_shares(moment[None], [[proxy]], [[spaces]], zeta=zeta)[0][0]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Leading:
+    """The leading axes of second moments, side by side."""
+
+    values: Float[Tensor, "s k"]
+    axes: Float[Tensor, "s d k"]
+    shares: list[float]
+    """l₁/Σl; NaN where a moment is zero."""
+
+
+def find_leading(moments: Float[Tensor, "s d d"], rank: int) -> Leading:
+    """As many axes as a tangent space has; shares are within 1e-7 of those from whole decompositions."""
+    values, axes = leading_axes(moments, rank, settled=SETTLED_AXES)
+    totals = moments.diagonal(dim1=1, dim2=2).double().sum(1)
+    shares = torch.where(totals > 0, values[:, 0] / totals, math.nan).tolist()
+    return Leading(values=values, axes=axes, shares=shares)
 
 
 def anisotropy_shares(
-    moments: Sequence[Float[Tensor, "d d"]],
+    moments: Float[Tensor, "s d d"],
     proxies: Sequence[Sequence[Proxy]],
     spaces: Sequence[Sequence[RandomSpaces | None]],
     *,
-    leading_shares: Sequence[float],
+    leading: Leading | None = None,
     zeta: float = 0.25,
 ) -> list[list[AnisotropyShare]]:
-    """Of several moments of one size, each for proxies of its own, with one search for all leading eigenvalues.
+    """Of several moments, each for proxies of its own, with one search for all leading eigenvalues.
 
     `spaces` are those of `energies.spaces_beside`, with at least LED_DRAWS bases for proxies that have a normal space;
-    `leading_shares` are l₁/Σl.
+    `leading` has at least as many axes as they have directions.
     """
-    stacked = torch.stack(list(moments))
-    totals = stacked.diagonal(dim1=1, dim2=2).double().sum(1)
-    squares = torch.linalg.matrix_norm(stacked.double()).square()
+    totals = moments.diagonal(dim1=1, dim2=2).double().sum(1)
+    squares = torch.linalg.matrix_norm(moments.double()).square()
     notes = [[_why_not(one, total) for one in mine] for mine, total in zip(proxies, totals.tolist(), strict=True)]
     shares = [[_nothing(note) for note in mine] for mine in notes]
     usable = [(at, place) for at, mine in enumerate(notes) for place, note in enumerate(mine) if note is None]
     if not usable:
         return shares
-    bases = _beside(stacked, proxies, spaces, usable)
+    bases = _beside(moments, proxies, spaces, usable)
     rank = bases.shape[-1]
-    without = leading_without(stacked, bases.flatten(1, 2)).unflatten(1, bases.shape[1:3])
-    values, axes = leading_axes(stacked, rank, settled=SETTLED_AXES)
+    without = leading_without(moments, bases.flatten(1, 2)).unflatten(1, bases.shape[1:3])
+    leading = find_leading(moments, rank) if leading is None else leading
+    values, axes = leading.values, leading.axes
     own = bases[:, :, :2]
-    images = (stacked @ own.permute(0, 3, 1, 2, 4).flatten(2)).unflatten(2, own.shape[1:3] + own.shape[4:])
+    images = (moments @ own.permute(0, 3, 1, 2, 4).flatten(2)).unflatten(2, own.shape[1:3] + own.shape[4:])
     images = images.permute(0, 2, 3, 1, 4)
     inside = own.mT @ images
     held = inside.diagonal(dim1=3, dim2=4).double().sum(3)
     rest = squares[:, None, None] + inside.double().square().sum((3, 4)) - 2 * images.double().square().sum((3, 4))
     along = (axes[:, None, None, :, :rank].mT @ bases).double().square().sum(4)
     held, rest, along, values, totals, squares = (one.cpu() for one in (held, rest, along, values, totals, squares))
-    known = totals.new_tensor(leading_shares)
+    known = totals.new_tensor(leading.shares)
     for size in {proxies[at][place].rank for at, place in usable}:
         some = [(at, place) for at, place in usable if proxies[at][place].rank == size]
         index = torch.tensor(some).T.unbind()
         beside = [spaces[at][place] for at, place in some]
         normal = torch.stack([one.normal for one in beside if one is not None])
         normal_squares = torch.stack([one.normal_squares for one in beside if one is not None])
-        total, leading = totals[index[0], None], values[index[0], :size]
+        total, first = totals[index[0], None], values[index[0], :size]
         seen = _Seen(
-            dim=stacked.shape[1],
+            dim=moments.shape[1],
             rank=size,
             total=total,
             squares=squares[index[0], None],
@@ -125,7 +142,7 @@ def anisotropy_shares(
             left=torch.cat([total - held[index], total * (1 - normal)], 1),
             left_squares=torch.cat([rest[index], normal_squares], 1).clamp_min(0),
             left_leading=without[index],
-            spectral=(along[index][..., :size] @ (leading / leading.sum(1, keepdim=True))[..., None])[..., 0],
+            spectral=(along[index][..., :size] @ (first / first.sum(1, keepdim=True))[..., None])[..., 0],
         )
         for (at, place), share in zip(some, seen.shares(zeta), strict=True):
             shares[at][place] = share
@@ -139,13 +156,19 @@ def _beside(
     usable: Sequence[tuple[int, int]],
 ) -> Float[Tensor, "s k m d r"]:
     """Tangent first, next second, then the random ones, for every moment and proxy; zeros where there is less."""
-    normal = {(at, place): here.normal_bases[:LED_DRAWS] for at, place in usable if (here := spaces[at][place])}
-    draws, dim, rank = max(one.shape for one in normal.values())
-    found = moments.new_zeros(len(moments), max(len(mine) for mine in proxies), 2 + draws, dim, rank)
-    for (at, place), bases in normal.items():
-        proxy = proxies[at][place]
-        mine = found[at, place, :, :, : proxy.rank]
-        mine[0], mine[1], mine[2:] = proxy.basis, proxy.following[:, : proxy.rank], bases
+    every = {}
+    for at, place in usable:
+        proxy, here = proxies[at][place], spaces[at][place]
+        assert here is not None
+        own = torch.stack([proxy.basis, proxy.following[:, : proxy.rank]])
+        every[at, place] = torch.cat([own, here.normal_bases[:LED_DRAWS]])
+    most = max(len(mine) for mine in proxies)
+    if len(every) == len(moments) * most and len({one.shape for one in every.values()}) == 1:
+        return torch.stack(list(every.values())).unflatten(0, (-1, most)).to(moments)
+    draws, dim, rank = max(one.shape for one in every.values())
+    found = moments.new_zeros(len(moments), most, draws, dim, rank)
+    for (at, place), one in every.items():
+        found[at, place, :, :, : one.shape[2]] = one
     return found
 
 
@@ -209,11 +232,9 @@ def _isoscore(total: Float[Tensor, "*s"], squares: Float[Tensor, "*s"], dim: int
 
 def _removals(values: Float[Tensor, "p k"]) -> list[Removal]:
     """Of the tangent space, the next one and random ones, for each of several."""
-    normals = values[:, 2:]
-    tangents, followings = values[:, :2].T.tolist()
+    tangents, followings, normals = values[:, 0], values[:, 1], values[:, 2:]
+    every = tangents.tolist(), followings.tolist(), normals.mean(1).tolist(), permutation_ps(tangents, normals)
     return [
-        Removal(tangent=tangent, normal=normal, following=following, p=permutation_p(tangent, draws))
-        for tangent, following, normal, draws in zip(
-            tangents, followings, normals.mean(1).tolist(), normals, strict=True
-        )
+        Removal(tangent=tangent, normal=normal, following=following, p=p)
+        for tangent, following, normal, p in zip(*every, strict=True)
     ]

@@ -21,7 +21,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from anisoscope.errors import SpecError, StatesError
-from anisoscope.kernels.gram import for_products, limit_on, power_of_two_scale, working_dtype
+from anisoscope.kernels.gram import for_products, limit_on, power_of_two, working_dtype
 
 DRAWS = 199
 # The paper's number, whose p is never below 1/21.
@@ -36,29 +36,32 @@ EXACT_DIM = 64
 
 def second_moment(rows: Float[Tensor, "n d"]) -> Float[Tensor, "d d"]:
     """C = GᵀG, divided by its trace (zero where all rows are); float64 where torch rounds float32 products."""
-    if not bool(rows.isfinite().all()):
-        raise StatesError("gradients must be finite, and some are NaN or infinite; drop them first")
+    return second_moments(rows[None])[0]
+
+
+def second_moments(rows: Float[Tensor, "s n d"]) -> Float[Tensor, "s d d"]:
+    """The same of several places."""
     raw = rows.to(working_dtype(rows.dtype))
-    scaled = for_products(raw / power_of_two_scale(raw).to(raw.dtype))
-    moment = scaled.T @ scaled
-    total = moment.diagonal().double().sum()
-    return moment / torch.where(total > 0, total, 1).to(moment.dtype)
+    largest = raw.abs().amax((1, 2)).double()
+    if not bool(largest.isfinite().all()):
+        raise StatesError("gradients must be finite, and some are NaN or infinite; drop them first")
+    scaled = for_products(raw / power_of_two(largest).to(raw.dtype)[:, None, None])
+    moments = scaled.mT @ scaled
+    total = moments.diagonal(dim1=1, dim2=2).double().sum(1)
+    return moments / torch.where(total > 0, total, 1).to(moments.dtype)[:, None, None]
 
 
 def energy_of(moment: Float[Tensor, "d d"], basis: Float[Tensor, "d r"]) -> float:
     """E(Q), from C."""
-    return energies_of(moment, [basis])[0]
+    return float(energies_of(moment[None], basis[None, None]))
 
 
-def energies_of(moment: Float[Tensor, "d d"], bases: Sequence[Tensor]) -> list[float]:
-    """E(Q) of several subspaces."""
-    if not bases:
-        return []
-    axes = torch.cat([one.to(moment) for one in bases], 1)
-    held = ((moment @ axes) * axes).double().sum(0)
-    total = moment.diagonal().double().sum()
-    sums = torch.stack([part.sum() for part in held.split([one.shape[1] for one in bases])])
-    return torch.where(total > 0, sums / total, torch.nan).tolist()
+def energies_of(moments: Float[Tensor, "s d d"], bases: Float[Tensor, "s k d r"]) -> Float[Tensor, "s k"]:
+    """E(Q) of several subspaces; columns of zeros do nothing. Float64, on the CPU."""
+    axes = bases.to(moments).transpose(1, 2).flatten(2)
+    held = ((moments @ axes) * axes).double().sum(1).unflatten(1, (bases.shape[1], -1)).sum(2)
+    total = moments.diagonal(dim1=1, dim2=2).double().sum(1, keepdim=True)
+    return torch.where(total > 0, held / total, torch.nan).cpu()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -79,11 +82,11 @@ def random_spaces(
     moment: Float[Tensor, "d d"], basis: Float[Tensor, "d r"], *, draws: int = DRAWS, seed: int = 0, keep: int = 0
 ) -> RandomSpaces:
     """N5 and N1 for one basis; see `random_spaces_beside`."""
-    return random_spaces_beside([[moment]], [[basis]], draws=draws, seed=seed, keep=keep)[0][0][0]
+    return random_spaces_beside(moment[None, None], [[basis]], draws=draws, seed=seed, keep=keep)[0][0][0]
 
 
 def random_spaces_beside(
-    moments: Sequence[Sequence[Float[Tensor, "d d"]]],
+    moments: Float[Tensor, "s g d d"],
     bases: Sequence[Sequence[Tensor]],
     *,
     draws: int = DRAWS,
@@ -100,24 +103,24 @@ def random_spaces_beside(
     bases of one rank have the same draws, and are computed side by side.
     """
     ahead = [[True] * len(mine) for mine in bases] if led is None else led
-    alike: dict[tuple[int, int, int, int, int], list[tuple[int, list[int]]]] = {}
-    for at, (known, mine, first) in enumerate(zip(moments, bases, ahead, strict=True)):
-        for dim, rank in dict.fromkeys((one.shape[0], one.shape[1]) for one in mine if known):
+    count, dim = moments.shape[1:3]
+    alike: dict[tuple[int, int, int], list[tuple[int, list[int]]]] = {}
+    for at, (mine, first) in enumerate(zip(bases, ahead, strict=True)):
+        for rank in dict.fromkeys(one.shape[1] for one in mine):
             if 2 * rank > dim:
                 raise SpecError(
                     f"rank {rank} of {dim} coordinates leaves no normal space of the same rank: at most {dim // 2}"
                 )
             places = [place for place, one in enumerate(mine) if one.shape[1] == rank]
             places.sort(key=lambda place, first=first: not first[place])
-            leading = sum(first[place] for place in places)
-            alike.setdefault((dim, rank, len(known), len(places), leading), []).append((at, places))
-    found: list[list[dict[int, RandomSpaces]]] = [[{} for _ in known] for known in moments]
-    for (dim, rank, count, _, leading), members in alike.items():
+            alike.setdefault((rank, len(places), sum(first[place] for place in places)), []).append((at, places))
+    found: list[list[dict[int, RandomSpaces]]] = [[{} for _ in range(count)] for _ in bases]
+    for (rank, _, leading), members in alike.items():
         exact = dim - 2 * rank < SPARE_NORMALS or dim <= EXACT_DIM
-        size = max(1, limit_on(DRAWN_ELEMENTS, moments[0][0]) // (count * draws * rank * dim))
+        size = max(1, limit_on(DRAWN_ELEMENTS, moments) // (count * draws * rank * dim))
         for start in range(0, len(members), size):
             some = members[start : start + size]
-            against = torch.stack([torch.stack(list(moments[at])) for at, _ in some])
+            against = moments if len(some) == len(moments) else moments[[at for at, _ in some]]
             against = against.double() if exact else against
             axes = torch.stack([torch.stack([bases[at][place] for place in places]) for at, places in some])
             axes = axes.to(against)
@@ -259,10 +262,12 @@ def _signs(draws: int, dim: int, seed: int, dtype: torch.dtype, device: torch.de
 
 
 def sign_energies(
-    moment: Float[Tensor, "d d"], bases: Sequence[Tensor], *, draws: int = DRAWS, seed: int = 0
-) -> Float[Tensor, "k m"]:
+    moments: Float[Tensor, "s d d"], bases: Float[Tensor, "s k d r"], *, draws: int = DRAWS, seed: int = 0
+) -> Float[Tensor, "s k m"]:
     """N9: E(DQ), D = diag(±1), as the quadratic form sᵀ(C ∘ QQᵀ)s of the signs; float64, on the CPU."""
-    signs = _signs(draws, len(moment), seed, moment.dtype, moment.device)
-    forms = [signs @ (moment * (axes @ axes.T)) for axes in (one.to(moment) for one in bases)]
-    found = (torch.stack(forms) * signs).double().sum(2)
-    return (found / moment.diagonal().double().sum()).cpu()
+    signs = _signs(draws, moments.shape[1], seed, moments.dtype, moments.device)
+    each = [
+        ((signs @ (moments * (axes @ axes.mT))) * signs).double().sum(2) for axes in bases.to(moments).transpose(0, 1)
+    ]
+    total = moments.diagonal(dim1=1, dim2=2).double().sum(1)[:, None, None]
+    return (torch.stack(each, 1) / torch.where(total > 0, total, torch.nan)).cpu()

@@ -7,12 +7,13 @@ as `normal_ratio`: on coupled gradients they call everything significant, becaus
 vary whether there is a signal or not.
 """
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from anisoscope.errors import SpecError
@@ -22,19 +23,20 @@ from anisoscope.tangent.controls import (
     RandomSpaces,
     energies_of,
     random_spaces_beside,
-    second_moment,
+    second_moments,
     sign_energies,
 )
 from anisoscope.tangent.inference import (
     Interval,
     draw_permutations,
-    jackknife_ratio,
-    permutation_p,
+    jackknife_ratios,
+    permutation_ps,
     ratio_of_sums,
     ratios_of_sums,
+    same_rows,
     sum_groups,
 )
-from anisoscope.tangent.proxies import LocalProxy, Proxy
+from anisoscope.tangent.proxies import LocalProxy, Proxy, stack_bases
 from anisoscope.tangent.windows import LEAST_WINDOWS, Pairing, place_in_windows, signal_to_noise, stack_windows
 
 UNCOUPLED_CONTROLS = ("haar", "signs", "next")
@@ -92,44 +94,47 @@ def coupled_alignment(
 
     `draws` are those of N1; those of N6 were drawn with the pairing.
     """
-    return coupled_alignments(pairing, [proxy], draws=draws, seed=seed, untrained=untrained)[0]
+    return coupled_alignments(pairing, [[proxy]], draws=draws, seed=seed, untrained=untrained)[0][0]
 
 
 def coupled_alignments(
     pairing: Pairing,
-    proxies: Sequence[Proxy],
+    proxies: Sequence[Sequence[Proxy]],
     *,
     draws: int = DRAWS,
     seed: int = 0,
     untrained: Proxy | None = None,
-    spaces: Sequence[RandomSpaces | None] | None = None,
-) -> list[Alignment]:
-    """Of one gradient for several proxies, which costs little more than for one.
+    spaces: Sequence[Sequence[RandomSpaces | None]] | None = None,
+) -> list[list[Alignment]]:
+    """Of the places of a pairing, each for several proxies of its own, which costs little more than for one.
 
-    `spaces` are those of `spaces_beside` for the pairing's moment, where they are known.
+    `spaces` are those of `spaces_beside` for the pairing's moments, where they are known.
     """
-    for proxy in proxies:
-        _check(proxy, pairing.dim)
-    seen = pairing.look_in([proxy.basis for proxy in proxies]) if proxies else []
-    whole = pairing.products.cpu()
-    energies = [jackknife_ratio(one.products, whole) for one in seen]
-    known = _normals(pairing.moment, proxies, [one.value for one in energies], draws, seed, untrained, spaces)
-    found = []
-    for proxy, one, energy, controls in zip(proxies, seen, energies, known, strict=True):
-        controls["permuted"] = _drawn(energy.value, one.permuted)
-        chance = controls["permuted"].value
-        found.append(
+    cases = _cases(proxies, pairing.dim)
+    if not cases:
+        return [[] for _ in proxies]
+    seen, index = pairing.look_in(stack_bases([[one.basis for one in mine] for mine in proxies])), _index(cases)
+    products, permuted = seen.products[index], seen.permuted[index]
+    energies = jackknife_ratios(products, pairing.products.cpu()[index[0]])
+    every = _normals(pairing.moments, proxies, energies, draws, seed, untrained, spaces)
+    noise, shares = signal_to_noise(products).tolist(), seen.variance_shares[index].tolist()
+    found: list[list[Alignment]] = [[] for _ in proxies]
+    for (at, place), energy, controls, drawn, share, ratio in zip(
+        cases, energies, every, _drawn(energies, permuted), shares, noise, strict=True
+    ):
+        proxy, chance = proxies[at][place], drawn.value
+        found[at].append(
             Alignment(
                 energy=energy,
                 gain=energy.value / chance if chance else math.nan,
                 excess=energy.value - chance,
                 control="permuted",
-                p=controls["permuted"].p,
+                p=drawn.p,
                 normal_ratio=_over(energy.value, controls.get("normal")),
                 normal_p=controls["normal"].p if "normal" in controls else math.nan,
-                variance_gain=energy.value / one.variance_share if one.variance_share > 0 else math.nan,
-                signal_to_noise=signal_to_noise(one.products),
-                controls=controls,
+                variance_gain=energy.value / share if share > 0 else math.nan,
+                signal_to_noise=ratio,
+                controls=controls | {"permuted": drawn},
                 rank=proxy.rank,
                 dim=proxy.dim,
                 note=_note(pairing.note, energy.value, proxy),
@@ -154,31 +159,33 @@ def uncoupled_alignment(
     p is the larger of those of N5 and N9. `documents` are resampled whole for the interval (rows, where none are
     given); `states` are those of the same tokens.
     """
-    settings = {"states": states, "controls": controls, "draws": draws, "seed": seed, "untrained": untrained}
-    return uncoupled_alignments(rows, [proxy], documents=documents, **settings)[0]
+    settings = {"documents": documents, "controls": controls, "draws": draws, "seed": seed, "untrained": untrained}
+    found = uncoupled_alignments(rows[None], [[proxy]], **settings)[0][0]
+    if states is None:
+        return found
+    return replace(found, variance_gain=found.energy.value / variance_share(states, proxy.basis))
 
 
 def uncoupled_alignments(
-    rows: Float[Tensor, "n d"],
-    proxies: Sequence[Proxy],
+    rows: Float[Tensor, "s n d"],
+    proxies: Sequence[Sequence[Proxy]],
     *,
+    keep: Bool[Tensor, "s n"] | None = None,
     documents: Int[Tensor, " n"] | None = None,
-    states: Float[Tensor, "m d"] | None = None,
     controls: Sequence[str] = UNCOUPLED_CONTROLS,
     draws: int = DRAWS,
     seed: int = 0,
     untrained: Proxy | None = None,
-    moment: Float[Tensor, "d d"] | None = None,
-    squares: Float[Tensor, "n k"] | None = None,
-    spaces: Sequence[RandomSpaces | None] | None = None,
-) -> list[Alignment]:
-    """Of the same rows for several proxies, which costs little more than for one.
+    moments: Float[Tensor, "s d d"] | None = None,
+    squares: Float[Tensor, "s n k"] | None = None,
+    spaces: Sequence[Sequence[RandomSpaces | None]] | None = None,
+) -> list[list[Alignment]]:
+    """Of several places, each for several proxies of its own; rows that are not kept are zero.
 
-    `moment` is their `second_moment`, `squares` are `row_squares` of them and `spaces` those of `spaces_beside`, where
-    they are known.
+    `moments` are their `second_moments`, `squares` are `row_squares` of them and `spaces` those of `spaces_beside`,
+    where they are known.
     """
-    for proxy in proxies:
-        _check(proxy, rows.shape[1])
+    cases = _cases(proxies, rows.shape[2])
     if "permuted" in controls:
         raise SpecError(
             "an uncoupled energy does not depend on which gradient goes with which state: permuted, it is the same "
@@ -186,21 +193,22 @@ def uncoupled_alignments(
         )
     if unknown := set(controls) - set(UNCOUPLED_CONTROLS):
         raise SpecError(f"controls are among {', '.join(UNCOUPLED_CONTROLS)}; came {', '.join(sorted(unknown))}")
-    moment = second_moment(rows) if moment is None else moment
-    squares = row_squares(rows, [proxy.basis for proxy in proxies]) if squares is None else squares
-    sums = squares if documents is None else sum_groups(squares, documents.cpu())
-    energies = ratios_of_sums(sums[:, :-1], sums[:, -1:].expand(-1, len(proxies)), seed=seed)
-    every = _normals(moment, proxies, [one.value for one in energies], draws, seed, untrained, spaces)
-    if float(moment.diagonal().sum()) > 0:
-        signs = sign_energies(moment, [proxy.basis for proxy in proxies], draws=draws, seed=seed)
-        for known, energy, drawn in zip(every, energies, signs, strict=True):
-            known["signs"] = _drawn(energy.value, drawn)
-    found = []
-    for proxy, energy, known in zip(proxies, energies, every, strict=True):
+    if not cases:
+        return [[] for _ in proxies]
+    moments = second_moments(rows) if moments is None else moments
+    bases = stack_bases([[one.basis for one in mine] for mine in proxies])
+    squares = row_squares(rows, bases) if squares is None else squares
+    of_places = _energies(squares, keep, documents, seed)
+    energies = [of_places[at][place] for at, place in cases]
+    every = _normals(moments, proxies, energies, draws, seed, untrained, spaces)
+    signs = _drawn(energies, sign_energies(moments, bases, draws=draws, seed=seed)[_index(cases)])
+    found: list[list[Alignment]] = [[] for _ in proxies]
+    for (at, place), energy, normals, flipped in zip(cases, energies, every, signs, strict=True):
+        proxy, known = proxies[at][place], normals if math.isnan(energy.value) else normals | {"signs": flipped}
         asked = {name: known[name] for name in controls if name in known and not math.isnan(known[name].value)}
         binding = max(asked, key=lambda name: asked[name].value, default="")
         tested = [asked[name].p for name in ("haar", "signs") if name in asked]
-        found.append(
+        found[at].append(
             Alignment(
                 energy=energy,
                 gain=energy.value / (proxy.rank / proxy.dim),
@@ -209,7 +217,7 @@ def uncoupled_alignments(
                 p=max(tested, default=math.nan),
                 normal_ratio=_over(energy.value, known.get("normal")),
                 normal_p=known["normal"].p if "normal" in known else math.nan,
-                variance_gain=math.nan if states is None else energy.value / variance_share(states, proxy.basis),
+                variance_gain=math.nan,
                 signal_to_noise=math.nan,
                 controls=known,
                 rank=proxy.rank,
@@ -218,6 +226,36 @@ def uncoupled_alignments(
             )
         )
     return found
+
+
+def _cases(proxies: Sequence[Sequence[Proxy]], dim: int) -> list[tuple[int, int]]:
+    """Place and number of every proxy; refused where one does not fit the gradients."""
+    for proxy in itertools.chain.from_iterable(proxies):
+        _check(proxy, dim)
+    return [(at, place) for at, mine in enumerate(proxies) for place in range(len(mine))]
+
+
+def _index(cases: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor]:
+    at, place = torch.tensor(cases).T
+    return at, place
+
+
+def _energies(
+    squares: Float[Tensor, "s n k"], keep: Bool[Tensor, "s n"] | None, documents: Int[Tensor, " n"] | None, seed: int
+) -> list[list[Interval]]:
+    """E of each place and basis, with the interval over documents; of places with the same documents side by side."""
+    several, count, last = squares.shape
+    groups = torch.arange(count) if documents is None else torch.unique(documents.cpu(), return_inverse=True)[1]
+    kept = torch.ones(several, count, dtype=torch.bool) if keep is None else keep.cpu()
+    sums = squares.new_zeros(int(groups.max()) + 1, several, last).index_add_(0, groups, squares.transpose(0, 1))
+    present = squares.new_zeros(several, len(sums)).index_add_(1, groups, kept.double()) > 0
+    found: dict[int, list[Interval]] = {}
+    for here in same_rows(present):
+        some = sums[present[here[0]]][:, here]
+        above, below = some[..., :-1].flatten(1), some[..., -1:].expand(-1, -1, last - 1).flatten(1)
+        every = iter(ratios_of_sums(above, below, seed=seed))
+        found |= {at: list(itertools.islice(every, last - 1)) for at in here}
+    return [found[at] for at in range(several)]
 
 
 def local_alignment(
@@ -237,7 +275,7 @@ def local_alignment(
         raise SpecError(f"a proxy of {proxy.dim} coordinates cannot hold states of {states.shape[1]}")
     raw = gradients.to(working_dtype(gradients.dtype))
     raw = for_products(raw / power_of_two_scale(raw).to(raw.dtype))
-    shaped = stack_windows([raw], windows)[0]
+    shaped = stack_windows([raw[None]], windows)[0][0]
     count = len(shaped)
     window, position = place_in_windows(windows)
     table = torch.zeros(count, count, dtype=torch.float64, device=raw.device)
@@ -250,7 +288,7 @@ def local_alignment(
     enough = count >= LEAST_WINDOWS and float(below.sum()) > 0
     permutations = draw_permutations(draws if enough else 0, count, seed).orders.to(raw.device)
     permuted = (table[torch.arange(count, device=raw.device), permutations].sum(1) / below.sum()).cpu()
-    control = _drawn(energy.value, permuted)
+    control = _drawn([energy], permuted[None])[0]
     chance = control.value
     few = f"{count} windows; a permuted null needs at least {LEAST_WINDOWS}" if count < LEAST_WINDOWS else None
     return Alignment(
@@ -274,16 +312,16 @@ def energy_sums(
     rows: Float[Tensor, "n d"], basis: Float[Tensor, "d r"], groups: Int[Tensor, " n"]
 ) -> tuple[Float[Tensor, " g"], Float[Tensor, " g"]]:
     """Σ ‖Qᵀa‖² and Σ ‖a‖² over the rows of each group, in float64."""
-    sums = sum_groups(row_squares(rows, [basis]), groups.cpu())
+    sums = sum_groups(row_squares(rows[None], basis[None, None])[0], groups.cpu())
     return sums[:, 0], sums[:, 1]
 
 
-def row_squares(rows: Float[Tensor, "n d"], bases: Sequence[Tensor]) -> Float[Tensor, "n k"]:
+def row_squares(rows: Float[Tensor, "s n d"], bases: Float[Tensor, "s k d r"]) -> Float[Tensor, "s n _"]:
     """‖Qᵀa‖² of every row for each basis and, last, ‖a‖²; float64, on the CPU: what follows is small."""
     raw = rows.to(working_dtype(rows.dtype))
-    inside = raw @ torch.cat([one.to(raw) for one in bases], 1)
-    parts = [*inside.split([one.shape[1] for one in bases], 1), raw]
-    return torch.stack([torch.linalg.vector_norm(one, dim=1) for one in parts], 1).double().square().cpu()
+    inside = (raw @ bases.to(raw).transpose(1, 2).flatten(2)).unflatten(2, (bases.shape[1], -1))
+    parts = [torch.linalg.vector_norm(inside, dim=3), torch.linalg.vector_norm(raw, dim=2, keepdim=True)]
+    return torch.cat(parts, 2).double().square().cpu()
 
 
 def variance_share(states: Float[Tensor, "n d"], basis: Float[Tensor, "d r"]) -> float:
@@ -295,7 +333,7 @@ def variance_share(states: Float[Tensor, "n d"], basis: Float[Tensor, "d r"]) ->
 
 
 def spaces_beside(
-    moments: Sequence[Sequence[Float[Tensor, "d d"]]],
+    moments: Float[Tensor, "s g d d"],
     proxies: Sequence[Sequence[Proxy]],
     *,
     draws: int = DRAWS,
@@ -303,9 +341,9 @@ def spaces_beside(
     keep: int = 0,
     led: Sequence[Sequence[bool]] | None = None,
 ) -> list[list[list[RandomSpaces | None]]]:
-    """N5 and N1 for each moment and proxy of several places, with `keep` bases and squares where it is `led`.
+    """N5 and N1 for each of the g moments and each proxy of several places; None where it leaves no normal space.
 
-    None where a proxy leaves no normal space.
+    With `keep` bases, and squares, of those that are `led`.
     """
     usable = [[place for place, one in enumerate(mine) if 2 * one.rank <= one.dim] for mine in proxies]
     bases = [[mine[place].basis for place in kept] for mine, kept in zip(proxies, usable, strict=True)]
@@ -319,37 +357,47 @@ def spaces_beside(
 
 
 def _normals(
-    moment: Float[Tensor, "d d"],
-    proxies: Sequence[Proxy],
-    energies: Sequence[float],
+    moments: Float[Tensor, "s d d"],
+    proxies: Sequence[Sequence[Proxy]],
+    energies: Sequence[Interval],
     draws: int,
     seed: int,
     untrained: Proxy | None,
-    spaces: Sequence[RandomSpaces | None] | None,
+    spaces: Sequence[Sequence[RandomSpaces | None]] | None,
 ) -> list[dict[str, Control]]:
-    """N1, N2, N3, N5 and N7, those that exist, for each proxy."""
-    if not proxies or math.isnan(energies[0]):
-        return [{} for _ in proxies]
+    """N1, N2, N3, N5 and N7, those that exist, for each proxy of each place; none where the gradients are zero."""
     if spaces is None:
-        spaces = spaces_beside([[moment]], [proxies], draws=draws, seed=seed, led=[[False] * len(proxies)])[0][0]
-    others: dict[tuple[int, str], Tensor] = {}
-    for place, proxy in enumerate(proxies):
-        beside = {"next": proxy.following, "last": proxy.last}
-        others |= {(place, name): basis for name, basis in beside.items() if basis.shape[1] == proxy.rank}
-        if untrained is not None:
-            _check(untrained, proxy.dim)
-            others[place, "untrained"] = untrained.basis
-    values = dict(zip(others, energies_of(moment, list(others.values())), strict=True))
-    found = []
-    for place, (energy, here) in enumerate(zip(energies, spaces, strict=True)):
-        drawn = {} if here is None else {"haar": _drawn(energy, here.haar), "normal": _drawn(energy, here.normal)}
-        fixed = {name: Control(value=values[at, name]) for at, name in others if at == place}
-        found.append(drawn | fixed)
+        led = [[False] * len(mine) for mine in proxies]
+        spaces = [here[0] for here in spaces_beside(moments[:, None], proxies, draws=draws, seed=seed, led=led)]
+    cases = [(at, place) for at, mine in enumerate(proxies) for place in range(len(mine))]
+    known = [place for place, energy in enumerate(energies) if not math.isnan(energy.value)]
+    found: list[dict[str, Control]] = [{} for _ in cases]
+    for name in ("haar", "normal"):
+        some = [(number, one) for number in known if (one := spaces[cases[number][0]][cases[number][1]]) is not None]
+        every = [getattr(one, name) for _, one in some]
+        drawn = _drawn([energies[number] for number, _ in some], torch.stack(every)) if every else []
+        for (number, _), control in zip(some, drawn, strict=True):
+            found[number][name] = control
+    others = {"next": [[one.following for one in mine] for mine in proxies]}
+    others["last"] = [[one.last for one in mine] for mine in proxies]
+    if untrained is not None:
+        _check(untrained, moments.shape[1])
+        others["untrained"] = [[untrained.basis for _ in mine] for mine in proxies]
+    for name, bases in others.items():
+        sizes = [(bases[at][place].shape[1], proxies[at][place].rank) for at, place in cases]
+        same = [number for number in known if sizes[number][0] == sizes[number][1] or name == "untrained"]
+        values = energies_of(moments, stack_bases(bases))[_index(cases)].tolist() if same else []
+        for number in same:
+            found[number][name] = Control(value=values[number])
     return found
 
 
-def _drawn(energy: float, draws: Float[Tensor, " m"]) -> Control:
-    return Control(value=float(draws.mean()) if len(draws) else math.nan, p=permutation_p(energy, draws), draws=draws)
+def _drawn(energies: Sequence[Interval], draws: Float[Tensor, "k m"]) -> list[Control]:
+    """Of each energy its control, from draws of its own."""
+    values = torch.tensor([one.value for one in energies], dtype=torch.float64)
+    means = draws.mean(1).tolist() if draws.shape[1] else [math.nan] * len(draws)
+    ps = permutation_ps(values, draws)
+    return [Control(value=mean, p=p, draws=one) for mean, p, one in zip(means, ps, draws, strict=True)]
 
 
 def _over(energy: float, control: Control | None) -> float:

@@ -17,7 +17,7 @@ from anisoscope.tangent.inference import (
     Interval,
     permutation_correlation,
     permutation_correlations,
-    ratios_of_sums,
+    ratios_of_parts,
     sum_groups,
 )
 
@@ -99,7 +99,7 @@ def energy_by_frequency(
     bin's part of a weight gradient give `pair_windows` the bin as the tokens to keep.
     """
     settings = {"bins": bins, "by": by, "occurrences": occurrences, "seed": seed, "resamples": resamples}
-    above, below = row_squares(rows, [basis]).split(1, 1)
+    above, below = row_squares(rows[None], basis[None, None])[0].split(1, 1)
     return squares_by_frequency(above, below, [(len(basis), basis.shape[1])], log_frequency, types, **settings)[0]
 
 
@@ -125,10 +125,10 @@ def squares_by_frequency(
     filled = [one for one in members if len(one)]
     size = min((len(one) for one in filled), default=0)
     found: list[list[Bin]] = [[] for _ in shapes]
-    for index in (one[:size] for one in filled):
-        sums = sum_groups(squares[index], types[index])
-        mean = float(log_frequency[index].double().mean())
-        energies = ratios_of_sums(*sums.split(len(shapes), 1), seed=seed, resamples=resamples)
+    chosen = [one[:size] for one in filled]
+    every = [sum_groups(squares[index], types[index]) for index in chosen]
+    means = [float(log_frequency[index].double().mean()) for index in chosen]
+    for mean, sums, energies in zip(means, every, ratios_of_parts(every, seed=seed, resamples=resamples), strict=True):
         for mine, energy, (dim, rank) in zip(found, energies, shapes, strict=True):
             normal = (1 - energy.value) * rank / (dim - rank)
             mine.append(Bin(log_frequency=mean, energy=energy, normal=normal, tokens=size, types=len(sums)))

@@ -3,12 +3,15 @@
 Every random number comes from a seed and is drawn on the CPU, so that a device changes no null.
 """
 
+import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 LEVEL = 0.95
@@ -32,9 +35,15 @@ class Interval:
 
 def permutation_p(value: float, draws: Float[Tensor, " m"]) -> float:
     """(1 + how many draws reach the value) / (m + 1): never below 1/(m + 1); NaN where either is unknown."""
-    if math.isnan(value) or not len(draws) or bool(draws.isnan().any()):
-        return math.nan
-    return (1 + int((draws >= value).sum())) / (len(draws) + 1)
+    return permutation_ps(draws.new_tensor([value]), draws[None])[0]
+
+
+def permutation_ps(values: Float[Tensor, " k"], draws: Float[Tensor, "k m"]) -> list[float]:
+    """Of several, each with draws of its own."""
+    count = draws.shape[1]
+    reached = (1 + (draws >= values[:, None]).sum(1).double()) / (count + 1)
+    unknown = values.isnan() | draws.isnan().any(1) if count else torch.ones_like(values, dtype=torch.bool)
+    return torch.where(unknown, math.nan, reached).tolist()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -81,6 +90,14 @@ def sum_groups(rows: Float[Tensor, "n k"], groups: Int[Tensor, " n"]) -> Float[T
     )
 
 
+def same_rows(table: Bool[Tensor, "s n"]) -> list[list[int]]:
+    """The places of rows that are equal."""
+    alike: dict[bytes, list[int]] = {}
+    for place, row in enumerate(table.numpy()):
+        alike.setdefault(row.tobytes(), []).append(place)
+    return list(alike.values())
+
+
 def ratio_of_sums(
     above: Float[Tensor, " g"], below: Float[Tensor, " g"], *, seed: int, resamples: int = RESAMPLES
 ) -> Interval:
@@ -95,28 +112,48 @@ def ratios_of_sums(
     above: Float[Tensor, "g k"], below: Float[Tensor, "g k"], *, seed: int, resamples: int = RESAMPLES
 ) -> list[Interval]:
     """Several at once, with the same draws."""
-    count, sums = above.shape[1], torch.cat([above, below], 1).double().cpu()
-    values = [_ratio(pair) for pair in sums.sum(0).view(2, count).T]
-    if len(sums) < 2:
-        return [Interval(value=value) for value in values]
-    above, below = _resample(sums, seed, resamples).split(count, 1)
-    return [_interval(value, *draws) for value, draws in zip(values, _ends(above / below), strict=True)]
+    return ratios_of_parts([torch.cat([above, below], 1)], seed=seed, resamples=resamples)[0]
 
 
-def _ratio(sums: Float[Tensor, " 2"]) -> float:
-    return float(sums[0] / sums[1]) if float(sums[1]) > 0 else math.nan
+def ratios_of_parts(
+    parts: Sequence[Float[Tensor, "_ _k"]], *, seed: int, resamples: int = RESAMPLES
+) -> list[list[Interval]]:
+    """The same for several sets of groups: columns are what is above and then, as many, what is below."""
+    if not parts:
+        return []
+    parts = [one.double().cpu() for one in parts]
+    count = parts[0].shape[1] // 2
+    values = torch.stack([_ratio(one.sum(0)) for one in parts]).tolist()
+    several = [place for place, one in enumerate(parts) if len(one) > 1]
+    found = [[Interval(value=value) for value in mine] for mine in values]
+    if several:
+        draws = [_resample(parts[place], seed, resamples) for place in several]
+        ends = iter(_ends(torch.cat([one[:, :count] / one[:, count:] for one in draws], 1)))
+        for place in several:
+            found[place] = [
+                Interval(value=value, low=low, high=high)
+                for value, (low, high) in zip(values[place], itertools.islice(ends, count), strict=True)
+            ]
+    return found
+
+
+def _ratio(sums: Float[Tensor, " _"]) -> Float[Tensor, " k"]:
+    above, below = sums.chunk(2)
+    return torch.where(below > 0, above / below, math.nan)
 
 
 def _ends(draws: Float[Tensor, "m k"]) -> list[tuple[float, float]]:
     """Both ends of the interval of each column, of the draws that gave a number."""
-    wanted = draws.new_tensor([(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    draws = torch.where(draws.isfinite(), draws, math.nan)
-    some = draws.isnan().any()
-    return [tuple(pair) for pair in (draws.nanquantile if some else draws.quantile)(wanted, dim=0).T.tolist()]
-
-
-def _interval(value: float, low: float, high: float) -> Interval:
-    return Interval(value=value, low=low, high=high)
+    # By numpy, which looks for two numbers and does not sort them all.
+    rows, wanted = draws.T.contiguous().numpy(), [(1 - LEVEL) / 2, (1 + LEVEL) / 2]
+    known = np.isfinite(rows)
+    if known.all():
+        return list(zip(*np.quantile(rows, wanted, axis=1).tolist(), strict=True))
+    found = []
+    for row, some in zip(rows, known, strict=True):
+        low, high = np.quantile(row[some], wanted).tolist() if some.any() else (math.nan, math.nan)
+        found.append((low, high))
+    return found
 
 
 def jackknife_ratio(above: Float[Tensor, "w w"], below: Float[Tensor, "w w"]) -> Interval:
@@ -125,17 +162,28 @@ def jackknife_ratio(above: Float[Tensor, "w w"], below: Float[Tensor, "w w"]) ->
     ‖Σ_w B_w‖² is the sum of ⟨B_w, B_v⟩ over all pairs. A bootstrap would count the squares of the windows it draws
     twice as noise, and pull the ratio towards that of noise; leaving one out does not.
     """
+    return jackknife_ratios(above[None], below[None])[0]
+
+
+def jackknife_ratios(above: Float[Tensor, "k w w"], below: Float[Tensor, "k w w"]) -> list[Interval]:
+    """Several at once."""
     from scipy.special import stdtrit
 
-    count = len(above)
-    value = _ratio(torch.stack([above.sum(), below.sum()]))
-    if count < 3 or math.isnan(value):
-        return Interval(value=value)
-    left = [one.sum() - 2 * one.sum(1) + one.diagonal() for one in (above.double(), below.double())]
-    ratios = left[0] / left[1]
-    error = math.sqrt((count - 1) * float(ratios.var(correction=0)))
-    reach = float(stdtrit(count - 1, (1 + LEVEL) / 2)) * error
-    return Interval(value=value, low=value - reach, high=value + reach)
+    count = above.shape[1]
+    sums = [one.double().sum((1, 2)) for one in (above, below)]
+    values = torch.where(sums[1] > 0, sums[0] / sums[1], math.nan).tolist()
+    if count < 3:
+        return [Interval(value=value) for value in values]
+    left = [
+        total[:, None] - 2 * one.sum(2) + one.diagonal(dim1=1, dim2=2)
+        for total, one in zip(sums, (above.double(), below.double()), strict=True)
+    ]
+    errors = ((count - 1) * (left[0] / left[1]).var(1, correction=0)).sqrt()
+    reach = (float(stdtrit(count - 1, (1 + LEVEL) / 2)) * errors).tolist()
+    return [
+        Interval(value=value) if math.isnan(value) else Interval(value=value, low=value - one, high=value + one)
+        for value, one in zip(values, reach, strict=True)
+    ]
 
 
 def permutation_correlation(
@@ -158,11 +206,8 @@ def permutation_correlations(
     """
     x, y = x.double().cpu(), y.double().cpu()
     known = x.isfinite()[:, None] & y.isfinite()
-    alike: dict[bytes, list[int]] = {}
-    for place, one in enumerate(known.T):
-        alike.setdefault(one.numpy().tobytes(), []).append(place)
     found: dict[int, Correlation] = {}
-    for places in alike.values():
+    for places in same_rows(known.T):
         rows = known[:, places[0]]
         pair = x[rows], y[rows][:, places]
         if ranked:
@@ -190,26 +235,29 @@ def _correlations(x: Float[Tensor, " v"], y: Float[Tensor, "v k"], seed: int, re
     permutations = _kept_permutations(resamples, count, seed)
     turned, still = torch.fft.rfft(x[permutations.rings]), torch.fft.rfft(y[permutations.rings[0]].T)
     sums = torch.fft.irfft(turned * still[:, None].conj(), n=count).flatten(1)[:, permutations.chosen]
+    draws = sums / size[:, None]
+    ends = _ends(torch.cat([product / (square_x * square_y).sqrt(), product / square_x], 1))
     every = zip(
         r.tolist(),
         slope.tolist(),
-        sums / size[:, None],
-        _ends(product / (square_x * square_y).sqrt()),
-        _ends(product / square_x),
+        ends[:several],
+        ends[several:],
+        permutation_ps(r - SAME, draws),
+        permutation_ps(r.abs() - SAME, draws.abs()),
         varied.tolist(),
         strict=True,
     )
     return [
         Correlation(
-            r=_interval(value, *ends),
-            slope=_interval(steep, *slopes),
-            p=permutation_p(value - SAME, draws),
-            p_two_sided=permutation_p(abs(value) - SAME, draws.abs()),
+            r=Interval(value=value, low=ends[0], high=ends[1]),
+            slope=Interval(value=steep, low=slopes[0], high=slopes[1]),
+            p=p,
+            p_two_sided=p_two_sided,
             types=count,
         )
         if known
         else unknown
-        for value, steep, draws, ends, slopes, known in every
+        for value, steep, ends, slopes, p, p_two_sided, known in every
     ]
 
 

@@ -39,7 +39,7 @@ def without_mean(proxies: Sequence[Proxy]) -> list[Proxy]:
     for place, proxy in enumerate(proxies):
         dropped = proxy.rank - bases[place].shape[1]
         note = "the mean direction is projected out" + (f", and with it {dropped} of the directions" if dropped else "")
-        found.append(replace(proxy, **changed[place], explained=math.nan, notes=(*proxy.notes, note)))
+        found.append(replace(proxy, **changed[place], explained=math.nan, shares=None, notes=(*proxy.notes, note)))
     return found
 
 

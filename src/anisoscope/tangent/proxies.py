@@ -4,6 +4,7 @@ Fit them on other documents than those whose gradients are tested. Centring is t
 they are, semi-NMF and the uncentred SVD share one span, and one of its directions is the common mean.
 """
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,11 +14,12 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from anisoscope.errors import SpecError, StatesError
-from anisoscope.kernels.gram import center, for_products, power_of_two_scale, squared_norms, working_dtype
-from anisoscope.kernels.leading import SPARE_AXES, leading_axes
+from anisoscope.kernels.gram import center, for_products, working_dtype
+from anisoscope.kernels.leading import SPARE_AXES, leading_axes, small_eigh
 from anisoscope.kernels.neighbors import drop_duplicates, nearest_neighbors
 from anisoscope.kernels.seminmf import BASIS_WIDTH, semi_nmfs
 from anisoscope.metrics.neighbors import twonn
+from anisoscope.tangent.clouds import center_clouds, pad_clouds
 
 METHODS = ("pca", "svd", "seminmf", "local_pca")
 RANK_RULES = ("variance:SHARE", "twonn", "participation_ratio")
@@ -49,6 +51,10 @@ class Proxy:
     method: str
     centred: bool
     notes: tuple[str, ...] = ()
+    shares: Float[Tensor, " _"] | None = None
+    """The same of each direction of the basis and of the following ones, where it is known; float64, on the CPU."""
+    distance: float = math.nan
+    """Root mean square distance of the fit states (the last checkpoint's) from their mean."""
 
     @property
     def rank(self) -> int:
@@ -118,9 +124,8 @@ def fit_proxy(
 
 def fit_local(states: Float[Tensor, "n d"], *, rank: int | str = 8, neighbors: int = NEIGHBORS) -> LocalProxy:
     """Keep the fit states; each token's tangent space comes from its `neighbors` nearest of them."""
-    points, _ = _pool([states], True)
-    values = torch.linalg.eigvalsh(points.T @ points).flip(0).clamp_min(0) if isinstance(rank, str) else points[0]
-    wanted, notes = choose_rank(rank, values.double(), states)
+    values = _spread_of([[states]], True, None).values[0] if isinstance(rank, str) else states[0]
+    wanted, notes = choose_rank(rank, values, states)
     if not wanted < neighbors <= len(states):
         raise SpecError(
             f"local tangent spaces need rank < neighbours ≤ states; came rank {wanted}, {neighbors} neighbours and "
@@ -164,76 +169,113 @@ def fit_each(
 ) -> list[dict[str, Proxy]]:
     """The same for several places, each with its states, and by several methods: what they share is made once.
 
-    Searches and semi-NMFs of places are made side by side.
+    Places of one width are fitted side by side.
     """
-    found: list[dict[str, Proxy]] = [{} for _ in places]
-    known: dict[bool, list[_Spread]] = {}
     for method in methods:
         if method not in ("pca", "svd", "seminmf"):
             raise SpecError(f"a tangent proxy is one of {', '.join(METHODS)}; came {method!r}")
         if (method == "pca" and centred is False) or (method == "svd" and centred):
             raise SpecError("pca is centred and svd is not: ask for the other of the two")
-        around = method != "svd" if centred is None else centred
-        if around not in known:
-            whole = last or any(isinstance(rank, str) for rank in ranks)
-            most = None if whole else max(int(rank) for rank in ranks)
-            known[around] = _spreads_of(places, around, most)
-        spreads = known[around]
-        wanted = [
-            choose_rank(rank, one.values, several[-1])
-            for rank, one, several in zip(ranks, spreads, places, strict=True)
-        ]
-        if method == "seminmf":
-            bases = _cone_bases(spreads, [chosen for chosen, _ in wanted], concepts, seed)
-            others = _others(spreads, bases, last)
-        else:
-            bases = [one.axes[:, :chosen] for one, (chosen, _) in zip(spreads, wanted, strict=True)]
-            others = [one.axes[:, chosen:] for one, (chosen, _) in zip(spreads, wanted, strict=True)]
-        for place, (spread, basis, beside, (chosen, notes)) in enumerate(
-            zip(spreads, bases, others, wanted, strict=True)
-        ):
-            size = basis.shape[1]
-            if size < chosen:
-                notes = (*notes, f"the semi-NMF has {size} independent directions; {chosen} were asked for")
-            held, covariance = (spread.covariance @ basis) * basis, spread.covariance
-            found[place][method] = Proxy(
-                basis=basis,
-                mean=spread.mean,
-                following=beside[:, :size],
-                last=beside[:, max(beside.shape[1] - size, 0) :] if last else beside[:, :0],
-                explained=float(held.sum() / covariance.diagonal().sum()),
-                method=method,
-                centred=around,
-                notes=notes,
-            )
+    if any(not several or any(one.ndim != 2 or len(one) < 2 for one in several) for several in places):
+        raise SpecError("a proxy needs matrices of at least two states each")
+    found: list[dict[str, Proxy]] = [{} for _ in places]
+    most = None if last or any(isinstance(rank, str) for rank in ranks) else max(int(rank) for rank in ranks)
+    for here in alike([several[0][0] for several in places]):
+        some, known = [places[place] for place in here], {}
+        for method in methods:
+            around = method != "svd" if centred is None else centred
+            if around not in known:
+                known[around] = _spread_of(some, around, most)
+            spread = known[around]
+            wanted = [
+                choose_rank(ranks[place], values, places[place][-1])
+                for place, values in zip(here, spread.values, strict=True)
+            ]
+            if method == "seminmf":
+                bases = _cone_bases(spread, [chosen for chosen, _ in wanted], concepts, seed)
+                others = _others(spread, bases, last)
+            else:
+                bases = [axes[:, :chosen] for axes, (chosen, _) in zip(spread.axes, wanted, strict=True)]
+                others = [axes[:, chosen:] for axes, (chosen, _) in zip(spread.axes, wanted, strict=True)]
+            following = [beside[:, : basis.shape[1]] for basis, beside in zip(bases, others, strict=True)]
+            shares = spread.shares(stack_bases([[torch.cat(pair, 1)] for pair in zip(bases, following, strict=True)]))
+            explained = [float(one[: basis.shape[1]].sum()) for one, basis in zip(shares, bases, strict=True)]
+            for number, (place, basis, beside) in enumerate(zip(here, bases, others, strict=True)):
+                (chosen, notes), size = wanted[number], basis.shape[1]
+                if size < chosen:
+                    notes = (*notes, f"the semi-NMF has {size} independent directions; {chosen} were asked for")
+                found[place][method] = Proxy(
+                    basis=basis,
+                    mean=spread.mean[number],
+                    following=following[number],
+                    last=beside[:, max(beside.shape[1] - size, 0) :] if last else beside[:, :0],
+                    explained=explained[number],
+                    shares=shares[number, : size + following[number].shape[1]],
+                    distance=spread.distances[number],
+                    method=method,
+                    centred=around,
+                    notes=notes,
+                )
     return found
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Spread:
-    points: Float[Tensor, "n d"]
-    mean: Float[Tensor, " d"]
-    covariance: Float[Tensor, "d d"]
-    values: Float[Tensor, " k"]
+    """States of several places of one width, each with squares that add up to one."""
+
+    points: Float[Tensor, "s n d"]
+    """Zeros after the last of a place."""
+    mean: Float[Tensor, "s d"]
+    distances: list[float]
+    covariance: Float[Tensor, "s d d"]
+    values: Float[Tensor, "s k"]
     """Descending, float64."""
-    axes: Float[Tensor, "d k"]
+    axes: Float[Tensor, "s d k"]
     """Eigenvectors: all, or the leading ones."""
 
+    def shares(self, bases: Float[Tensor, "s 1 d q"]) -> Float[Tensor, "s q"]:
+        """Of the variance along each direction; float64, on the CPU."""
+        axes = bases[:, 0]
+        held = ((self.covariance @ axes) * axes).double().sum(1)
+        return (held / self.covariance.diagonal(dim1=1, dim2=2).double().sum(1, keepdim=True)).cpu()
 
-def _spreads_of(places: Sequence[Sequence[Tensor]], centred: bool, most: int | None) -> list[_Spread]:
+
+def _spread_of(places: Sequence[Sequence[Tensor]], centred: bool, most: int | None) -> _Spread:
     """With twice the axes of the rank that is wanted at `most`, and about those that a semi-NMF starts from."""
-    pooled = [_pool(states, centred) for states in places]
-    covariances = [points.T @ points for points, _ in pooled]
-    found: dict[int, tuple[Tensor, Tensor]] = {}
-    for here in alike(covariances):
-        stack = torch.stack([covariances[place] for place in here])
-        dim = stack.shape[1]
-        count, spare = (dim, 0) if most is None else (2 * most, (BASIS_WIDTH - 2) * most)
-        found |= dict(zip(here, zip(*leading_axes(stack, count, spare=spare), strict=True), strict=True))
-    return [
-        _Spread(points=points, mean=mean, covariance=covariance, values=found[place][0], axes=found[place][1])
-        for place, ((points, mean), covariance) in enumerate(zip(pooled, covariances, strict=True))
-    ]
+    clouds = center_clouds(*pad_clouds([one for several in places for one in several]), centred=centred)
+    rows = torch.tensor([len(one) for several in places for one in several], device=clouds.size.device)
+    distances = (clouds.size / rows.sqrt()).tolist()
+    if not all(distances):
+        raise StatesError("a proxy needs states that vary, and these are all equal")
+    points, mean = clouds.points, clouds.mean
+    if len(rows) > len(places):
+        # The second moment of a place is the mean over its checkpoints, each of trace one.
+        sizes = [len(several) for several in places]
+        parts = zip(points.split(sizes), mean.split(sizes), (clouds.size / rows.sqrt()).split(sizes), strict=True)
+        pooled = [
+            (some.flatten(0, 1) / math.sqrt(len(some)), (means / (apart[:, None] if len(some) > 1 else 1)).mean(0))
+            for some, means, apart in parts
+        ]
+        (points, _), mean = pad_clouds([some for some, _ in pooled]), torch.stack([one for _, one in pooled])
+        distances = [distances[last - 1] for last in itertools.accumulate(sizes)]
+    covariance = points.mT @ points
+    dim = points.shape[2]
+    count, spare = (dim, 0) if most is None else (2 * most, (BASIS_WIDTH - 2) * most)
+    values, axes = leading_axes(covariance, count, spare=spare)
+    return _Spread(points=points, mean=mean, distances=distances, covariance=covariance, values=values, axes=axes)
+
+
+def stack_bases(bases: Sequence[Sequence[Float[Tensor, "d _"]]]) -> Float[Tensor, "s k d r"]:
+    """Those of several places; zeros where one has fewer directions than another, or a place fewer bases."""
+    every = [one for mine in bases for one in mine]
+    if len({len(mine) for mine in bases}) == 1 and len({one.shape for one in every}) == 1:
+        return torch.stack(every).unflatten(0, (len(bases), -1))
+    most, rank = max(len(mine) for mine in bases), max(one.shape[1] for one in every)
+    stacked = every[0].new_zeros(len(bases), most, len(every[0]), rank)
+    for at, mine in enumerate(bases):
+        for place, one in enumerate(mine):
+            stacked[at, place, :, : one.shape[1]] = one
+    return stacked
 
 
 def alike(matrices: Sequence[Tensor]) -> list[list[int]]:
@@ -242,16 +284,17 @@ def alike(matrices: Sequence[Tensor]) -> list[list[int]]:
     return [[place for place, other in enumerate(shapes) if other == shape] for shape in dict.fromkeys(shapes)]
 
 
-def _others(spreads: Sequence[_Spread], bases: Sequence[Tensor], last: bool) -> list[Float[Tensor, "d q"]]:
+def _others(spread: _Spread, bases: Sequence[Tensor], last: bool) -> list[Float[Tensor, "d q"]]:
     """Principal directions outside each basis: all, or as many as it has."""
     found: dict[int, Tensor] = {}
     for here in alike(bases):
         dim, size = bases[here[0]].shape
-        stack = torch.stack([_project_out(spreads[place].covariance, bases[place]) for place in here])
+        covariance = spread.covariance if len(here) == len(bases) else spread.covariance[here]
+        stack = _project_out(covariance, torch.stack([bases[place] for place in here]))
         # Of all, the basis itself comes last, with zeros.
         axes = leading_axes(stack, dim if last else min(size, dim - size), spare=0 if last else SPARE_AXES)[1]
         found |= dict(zip(here, axes[:, :, : dim - size], strict=True))
-    return [found[place] for place in range(len(spreads))]
+    return [found[place] for place in range(len(bases))]
 
 
 def choose_rank(
@@ -290,71 +333,49 @@ def choose_rank(
     return chosen, (f"rank {found:.4g} by {rule}{limited}",)
 
 
-def _pool(states: Sequence[Tensor], centred: bool) -> tuple[Float[Tensor, "n d"], Float[Tensor, " d"]]:
-    """Rows whose second moment is the mean over checkpoints of theirs, each of trace one; and the mean."""
-    if not states or any(one.ndim != 2 or len(one) < 2 for one in states):
-        raise SpecError("a proxy needs matrices of at least two states each")
-    parts, means = [], []
-    for one in states:
-        if not bool(one.isfinite().all()):
-            raise StatesError("a proxy needs finite states, and some are NaN or infinite; drop them first")
-        around = center(one)
-        points, scale = around.points, around.scale
-        if not centred:
-            raw = one.to(working_dtype(one.dtype))
-            scale = power_of_two_scale(raw)
-            points = raw / scale.to(raw.dtype)
-        size = squared_norms(points).sum().sqrt()
-        if float(size) == 0:
-            raise StatesError("a proxy needs states that vary, and these are all equal")
-        parts.append(for_products(points / size.to(points.dtype)))
-        spread = size * scale / math.sqrt(len(one))
-        means.append(around.mean * around.scale / (spread if len(states) > 1 else 1))
-    return torch.cat(parts) / math.sqrt(len(parts)), torch.stack(means).mean(0)
-
-
-def _cone_bases(
-    spreads: Sequence[_Spread], ranks: Sequence[int], concepts: int | None, seed: int
-) -> list[Float[Tensor, "d r"]]:
+def _cone_bases(spread: _Spread, ranks: Sequence[int], concepts: int | None, seed: int) -> list[Float[Tensor, "d r"]]:
     """Leading right singular vectors of ZD, which span what D spans where there are no more concepts than directions.
 
     Not of D with each direction weighted by its own codes: codes of directions that cancel each other are the largest.
     """
     found: dict[int, Tensor] = {}
-    for rank, dim in dict.fromkeys((rank, one.points.shape[1]) for rank, one in zip(ranks, spreads, strict=True)):
+    for rank in dict.fromkeys(ranks):
         if concepts is not None and concepts < rank:
             raise SpecError(f"{concepts} concepts do not span {rank} directions: ask for at least {rank}")
-        here = [place for place, one in enumerate(spreads) if (ranks[place], one.points.shape[1]) == (rank, dim)]
+        here = [place for place, one in enumerate(ranks) if one == rank]
         # A GPU hardly needs longer for many than for one; a CPU would only run out of its caches.
-        size = len(here) if spreads[here[0]].points.is_cuda else 1
+        size = len(here) if spread.points.is_cuda else 1
         for start in range(0, len(here), size):
             some = here[start : start + size]
             fits = semi_nmfs(
-                [spreads[place].points for place in some],
+                list(spread.points[some]),
                 concepts or rank,
                 seed=seed,
                 tolerance=CONE_TOLERANCE,
-                axes=[spreads[place].axes for place in some],
+                axes=list(spread.axes[some]),
             )
-            for place, fit in zip(some, fits, strict=True):
-                vectors = _right_vectors(fit.codes.double(), fit.directions.double(), rank)
-                found[place] = vectors.to(spreads[place].points)
-    return [found[place] for place in range(len(spreads))]
+            codes, directions = (
+                torch.stack([getattr(fit, name).double() for fit in fits]) for name in ("codes", "directions")
+            )
+            found |= dict(zip(some, _right_vectors(codes, directions, rank), strict=True))
+    return [found[place].to(spread.points) for place in range(len(ranks))]
 
 
-def _right_vectors(codes: Float[Tensor, "n r"], directions: Float[Tensor, "r d"], rank: int) -> Float[Tensor, "d q"]:
-    """The leading right singular vectors of ZD, from products of r x r numbers, which are decomposed on the CPU."""
-    small, products = (codes.T @ codes).cpu(), (directions @ directions.T).cpu()
-    squares, turn = torch.linalg.eigh(small)
+def _right_vectors(
+    codes: Float[Tensor, "s n r"], directions: Float[Tensor, "s r d"], rank: int
+) -> list[Float[Tensor, "d q"]]:
+    """The leading right singular vectors of each ZD, from products of r x r numbers."""
+    squares, turn = small_eigh(codes.mT @ codes)
     # (ZᵀZ)^½ D has the same singular values and right vectors.
-    root = squares.clamp_min(0).sqrt()[:, None] * turn.T
-    lengths, turn = (one.flip(-1)[..., :rank] for one in torch.linalg.eigh(root @ products @ root.T))
-    kept = lengths > SMALLEST**2 * lengths[0]
-    mixed = (turn[:, kept] / lengths[kept].sqrt()).T @ root
-    return (mixed.to(directions) @ directions).T
+    root = squares.clamp_min(0).sqrt()[..., None] * turn.mT
+    lengths, turn = small_eigh(root @ (directions @ directions.mT) @ root.mT)
+    lengths, turn = lengths.flip(1)[:, :rank], turn.flip(2)[:, :, :rank]
+    kept = lengths > SMALLEST**2 * lengths[:, :1]
+    mixed = (turn * torch.where(kept, lengths.clamp_min(0).rsqrt(), 0)[:, None]).mT @ root
+    return [one[:size].T for one, size in zip(mixed @ directions, kept.sum(1).tolist(), strict=True)]
 
 
-def _project_out(matrix: Float[Tensor, "d d"], basis: Float[Tensor, "d r"]) -> Float[Tensor, "d d"]:
+def _project_out(matrices: Float[Tensor, "s d d"], bases: Float[Tensor, "s d r"]) -> Float[Tensor, "s d d"]:
     """(I - QQᵀ) M (I - QQᵀ)."""
-    half = matrix - basis @ (basis.T @ matrix)
-    return half - (half @ basis) @ basis.T
+    half = matrices - bases @ (bases.mT @ matrices)
+    return half - (half @ bases) @ bases.mT
