@@ -8,6 +8,7 @@ import math
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.nn.functional import normalize
 
 from anisoscope.kernels.gram import limit_on
 
@@ -26,7 +27,9 @@ FILTERS, LOOKS = 2, 24
 LANCZOS_STEPS = 48
 # Steps at which the search is looked at, and the residual, relative to the eigenvalue, at which it ends: an eigenvalue
 # is then as near, and the largest, where it stands out, nearer by the square.
-LANCZOS_LOOKS, SETTLED_LEADING = (8, 10, 12, 16, 20, 24, 32, 40), 1e-5
+LANCZOS_LOOKS, SETTLED_LEADING = (4, 6, 8, 10, 12, 16, 20, 24, 32, 40), 1e-5
+# How much of a start is random: far more than SETTLED_LEADING, so that nothing settles which something outgrows.
+RANDOM_START = 1e-3
 # Numbers that a search for leading eigenvalues holds at one time: as many as caches hold, or as a GPU is busy with.
 HELD_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 26}
 
@@ -116,26 +119,34 @@ def leading_values(matrices: Float[Tensor, "s d d"]) -> Float[Tensor, " s"]:
     return leading_without(matrices, matrices.new_zeros(len(matrices), 1, matrices.shape[1], 1))[:, 0]
 
 
-def leading_without(matrices: Float[Tensor, "s d d"], bases: Float[Tensor, "s k d r"]) -> Float[Tensor, "s k"]:
+def leading_without(
+    matrices: Float[Tensor, "s d d"], bases: Float[Tensor, "s k d r"], *, near: Float[Tensor, "s d"] | None = None
+) -> Float[Tensor, "s k"]:
     """The largest eigenvalue of PCP for each subspace, by Lanczos with full reorthogonalisation; float64, on the CPU.
 
     The subspace stands before the vectors that the search has made: one product takes both out. Columns of zeros do
-    nothing.
+    nothing. A vector that is `near` the leading eigenvectors of C makes it shorter.
     """
     _, count, dim, rank = bases.shape
     step = max(1, limit_on(HELD_ELEMENTS, bases) // (count * (rank + LANCZOS_STEPS) * dim))
-    parts = zip(matrices.split(step), bases.split(step), strict=True)
+    start = torch.randn(dim, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(matrices)
+    starts = start.expand(len(matrices), dim)
+    if near is not None:
+        starts = normalize(near.to(matrices)) + RANDOM_START * normalize(starts)
+    parts = zip(matrices.split(step), bases.split(step), starts.split(step), strict=True)
     return torch.cat([_leading_without(*part) for part in parts])
 
 
-def _leading_without(matrices: Float[Tensor, "s d d"], bases: Float[Tensor, "s k d r"]) -> Float[Tensor, "s k"]:
+def _leading_without(
+    matrices: Float[Tensor, "s d d"], bases: Float[Tensor, "s k d r"], starts: Float[Tensor, "s d"]
+) -> Float[Tensor, "s k"]:
     several, count, dim, rank = bases.shape
     steps = min(LANCZOS_STEPS, dim - rank)
     known = matrices.new_zeros(several, count, rank + steps, dim)
     known[:, :, :rank] = bases.mT
     inside = matrices.new_zeros(several, count, steps, steps)
-    start = torch.randn(dim, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(matrices)
-    vectors = start - (bases @ (bases.mT @ start)[..., None])[..., 0]
+    starts = starts[:, None, :, None]
+    vectors = (starts - bases @ (bases.mT @ starts))[..., 0]
     smallest = 64 * torch.finfo(matrices.dtype).eps * matrices.diagonal(dim1=1, dim2=2).amax(1)[:, None, None]
     largest = torch.zeros(several, count, dtype=torch.float64)
     # Which searches of each matrix still go on; where they are fewer than of another, some that have ended go along.

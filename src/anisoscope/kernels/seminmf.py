@@ -232,14 +232,10 @@ class _Run:
         # Steps from Z itself no longer lower the error: what is left is rounding.
         self.going = self.going & (better | (self.momentum > 0))
         taken = better & self.going
-        where = taken[:, None, None]
-        self.last_codes, self.codes = (
-            torch.where(where, self.codes, self.last_codes),
-            torch.where(where, codes, self.codes),
-        )
+        self.last_codes, self.codes = _choose(taken, self.codes, self.last_codes), _choose(taken, codes, self.codes)
         self.last_directions, self.directions = (
-            torch.where(where, self.directions, self.last_directions),
-            torch.where(where, directions, self.directions),
+            _choose(taken, self.directions, self.last_directions),
+            _choose(taken, directions, self.directions),
         )
         self.squares = torch.where(taken, squares, self.squares)
         self.momentum = torch.where(taken, self.momentum + 1, 0)
@@ -257,6 +253,12 @@ class _Run:
             worst = squared_norms(residual).topk(min(int(which.sum()), len(points))).indices
             self.directions[number, which.nonzero().flatten()[: len(worst)]] = residual[worst].double()
             self.momentum[number] = 0
+
+
+def _choose(first: Bool[Tensor, " s"], one: Tensor, other: Tensor) -> Tensor:
+    """Of two stacks the first's where it is said, else the other's."""
+    # Asking a GPU would take longer than choosing.
+    return one if first.device.type == "cpu" and bool(first.all()) else torch.where(first[:, None, None], one, other)
 
 
 def _gradient_step(directions: Float[Tensor, "*s r d"], points: Float[Tensor, "*s n d"]) -> tuple[Tensor, Tensor]:

@@ -114,9 +114,11 @@ def anisotropy_shares(
         return shares
     bases = _beside(moments, proxies, spaces, usable)
     rank = bases.shape[-1]
-    without = leading_without(moments, bases.flatten(1, 2)).unflatten(1, bases.shape[1:3])
     leading = find_leading(moments, rank) if leading is None else leading
     values, axes = leading.values, leading.axes
+    # Random normal spaces leave the first axis about where it is; the tangent space leaves others.
+    near = (axes.double() @ (values / values[:, :1]).nan_to_num().square()[..., None])[..., 0]
+    without = leading_without(moments, bases.flatten(1, 2), near=near).unflatten(1, bases.shape[1:3])
     own = bases[:, :, :2]
     images = (moments @ own.permute(0, 3, 1, 2, 4).flatten(2)).unflatten(2, own.shape[1:3] + own.shape[4:])
     images = images.permute(0, 2, 3, 1, 4)

@@ -30,6 +30,8 @@ DRAWS = 199
 TABLE_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 25}
 # Tokens up to which all products of two tokens are kept.
 KEPT_TOKENS = 8192
+# Up to so many coordinates states are turned so that what bases span comes first.
+TURNED_DIM = 256
 # Windows whose products with others are made at once: the CPU does not make those twice that are their own mirrors.
 AT_ONCE = {"cpu": 8, "cuda": 1 << 20}
 
@@ -114,13 +116,17 @@ class Pairing:
     def permuted_energies(self, bases: Float[Tensor, "s k d r"]) -> Float[Tensor, "s k m"]:
         """‖G_πQ‖² / ‖G_π‖² for each permutation and basis, float64, on the CPU."""
         bases = bases.to(self.values)
+        # With and without the mean, by one method and another: bases share most of what they span.
+        axes = _span(bases)
         if "permuted_squares" in self.__dict__ or self._few_tokens:
-            # With and without the mean, by one method and another: bases share most of what they span.
-            axes, whole = _span(bases), self.permuted_squares
-            inside = axes[:, None].mT @ bases
+            whole, inside = self.permuted_squares, axes[:, None].mT @ bases
             squares = _squares_by_turns(self.gradients, _times(self.values, axes), self.permutations, inside)[:, 1:]
         else:
-            every = _squares_by_turns(self.gradients, self.values, self.permutations, bases)
+            values, inside = self.values, bases
+            if self.dim <= TURNED_DIM:
+                turn = torch.linalg.qr(axes.cpu(), mode="complete").Q.to(axes)
+                values, inside = _times(values, turn), turn[:, None, :, : axes.shape[2]].mT @ bases
+            every = _squares_by_turns(self.gradients, values, self.permutations, inside)
             whole, squares = every[:, 0], every[:, 1:]
             self.__dict__["permuted_squares"] = whole
         return (squares / whole[:, None]).cpu()
@@ -265,16 +271,25 @@ def _squares_by_turns(
     gradients: Float[Tensor, "s w t e"],
     values: Float[Tensor, "s w t r"],
     permutations: Permutations,
-    bases: Float[Tensor, "s k r q"] | None = None,
+    bases: Float[Tensor, "s k p q"] | None = None,
 ) -> Float[Tensor, "s _ m"]:
-    """‖G_π‖² for G_π = Σ_w A_π(w)ᵀX_w; then ‖G_πQ‖² for each of some bases.
+    """‖G_π‖² for G_π = Σ_w A_π(w)ᵀX_w; then ‖G_πQ‖² for each of some bases, of the first p columns of X.
 
     Over the turns k of a ring the sum is a circular correlation, Σ_u A_{u+k}ᵀX_u, and so in frequencies along the ring
     a product for each. About e·r·(2n + w²) multiplications for a ring, transforms included.
     """
+    several, count, _, rank = values.shape
+    bases = values.new_empty(several, 0, 0, 0) if bases is None else bases
+    each = 3 * count * rank * len(permutations.rings) * gradients.shape[3]
+    some = max(1, limit_on(TABLE_ELEMENTS, values) // each)
+    parts = zip(gradients.split(some), values.split(some), bases.split(some), strict=True)
+    return torch.cat([_turn(*part, permutations) for part in parts])
+
+
+def _turn(gradients: Tensor, values: Tensor, bases: Tensor, permutations: Permutations) -> Float[Tensor, "s _ m"]:
     several, count, length, rank = values.shape
-    rings, size = permutations.rings.to(values.device), 1 if bases is None else 1 + bases.shape[1]
-    squares = torch.zeros(several, size, count, len(rings), dtype=torch.float64, device=values.device)
+    rings, size = permutations.rings.to(values.device), bases.shape[1]
+    squares = torch.zeros(several, 1 + size, count, len(rings), dtype=torch.float64, device=values.device)
     if not len(permutations):
         return squares.flatten(2)[:, :, :0]
     cosines, sines = _waves(count, values.dtype, values.device)
@@ -296,10 +311,10 @@ def _squares_by_turns(
         found += back[1] @ (both @ second).flatten(2)
         found = found.view(several, count, len(rings), -1, rank)
         squares[:, 0] += torch.linalg.vector_norm(found, dim=(3, 4)).double().square()
-        if bases is not None:
-            inside = (found.flatten(1, 3) @ _beside(bases)).view(*found.shape[:4], -1)
-            lengths = inside.square().sum(3).double().unflatten(3, (size - 1, -1)).sum(4)
-            squares[:, 1:] += lengths.movedim(3, 1)
+        if size:
+            inside = found[..., : bases.shape[2]].flatten(1, 3) @ _beside(bases)
+            lengths = inside.view(*found.shape[:4], -1).square().sum(3).double()
+            squares[:, 1:] += lengths.unflatten(3, (size, -1)).sum(4).movedim(3, 1)
     return squares.mT.flatten(2)[:, :, permutations.chosen.to(values.device)]
 
 
