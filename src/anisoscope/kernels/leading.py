@@ -4,6 +4,7 @@ Notation: C (d, d) with eigenvalues λ₁ ≥ λ₂ ≥ ... ≥ 0, P = I - QQᵀ
 """
 
 import math
+from functools import lru_cache
 
 import torch
 from jaxtyping import Float
@@ -53,8 +54,7 @@ def leading_axes(
     if dim <= max(WHOLE_DIM, WHOLE_RATIO * width):
         return _whole(matrices, width)
     exact = matrices.double()
-    axes = torch.randn(dim, width, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(exact)
-    axes = axes.expand(len(exact), dim, width)
+    axes = _random(dim, width, seed, exact.dtype, exact.device).expand(len(exact), dim, width)
     for look in range(LOOKS):
         values, axes, images = _ritz(exact, _orthonormal(axes))
         residuals = torch.linalg.vector_norm(images - axes * values[:, None], dim=1)[:, :count]
@@ -69,6 +69,14 @@ def leading_axes(
                 axes = _orthonormal(axes)
                 axes = _filter(exact, axes, exact @ axes, least, degree)
     return _whole(matrices, width)
+
+
+# All sites of a probe start from the same.
+@lru_cache(maxsize=8)
+def _random(dim: int, width: int, seed: int, dtype: torch.dtype, device: torch.device) -> Float[Tensor, "d k"]:
+    """Drawn on the CPU whatever the device."""
+    drawn = torch.randn(dim, width, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return drawn.to(device, dtype)
 
 
 def _whole(matrices: Float[Tensor, "s d d"], width: int) -> tuple[Float[Tensor, "s k"], Float[Tensor, "s d k"]]:
@@ -129,8 +137,7 @@ def leading_without(
     """
     _, count, dim, rank = bases.shape
     step = max(1, limit_on(HELD_ELEMENTS, bases) // (count * (rank + LANCZOS_STEPS) * dim))
-    start = torch.randn(dim, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(matrices)
-    starts = start.expand(len(matrices), dim)
+    starts = _random(dim, 1, 0, matrices.dtype, matrices.device)[:, 0].expand(len(matrices), dim)
     if near is not None:
         starts = normalize(near.to(matrices)) + RANDOM_START * normalize(starts)
     parts = zip(matrices.split(step), bases.split(step), starts.split(step), strict=True)

@@ -9,10 +9,6 @@ import math
 from dataclasses import dataclass
 from functools import partial
 
-import torch
-from jaxtyping import Float
-from torch import Tensor
-
 from anisoscope.metrics.declaration import metric
 
 
@@ -65,17 +61,13 @@ _of_gradients = partial(
 )
 
 
-def _number(value: float) -> Float[Tensor, ""]:
-    return torch.tensor(value, dtype=torch.float64)
-
-
 @_of_gradients(
     invariant_to="rotation scale",
     bounds=(0.0, 1.0),
     null="none",
     reason="its controls stand beside it: tangent_excess and normal_ratio",
 )
-def tangent_energy(found: Enrichment) -> Float[Tensor, ""]:
+def tangent_energy(found: Enrichment) -> float:
     """Share of a gradient's energy in the tangent proxy.
 
         tangent_energy = E(Q) = ‖GQ‖² / ‖G‖²        (activation: ‖AQ‖² / ‖A‖²)
@@ -84,7 +76,7 @@ def tangent_energy(found: Enrichment) -> Float[Tensor, ""]:
     the share of the states' variance in Q even for gradients drawn at random. Its interval is over windows (virtual)
     or documents (activation).
     """
-    return _number(found.energy)
+    return found.energy
 
 
 @_of_gradients(
@@ -92,14 +84,14 @@ def tangent_energy(found: Enrichment) -> Float[Tensor, ""]:
     null="exact",
     closed_form=lambda n, d: 1.0,
 )
-def tangent_gain(found: Enrichment) -> Float[Tensor, ""]:
+def tangent_gain(found: Enrichment) -> float:
     """Energy in the tangent proxy over what chance puts there.
 
         tangent_gain = E(Q) / mean of E with whole windows paired anew        (activation: E(Q) / (r/d))
 
     1 where gradients know nothing of the states they belong to.
     """
-    return _number(found.gain)
+    return found.gain
 
 
 @_of_gradients(
@@ -108,7 +100,7 @@ def tangent_gain(found: Enrichment) -> Float[Tensor, ""]:
     null="exact",
     closed_form=lambda n, d: 0.0,
 )
-def tangent_excess(found: Enrichment) -> Float[Tensor, ""]:
+def tangent_excess(found: Enrichment) -> float:
     """The headline: energy in the tangent proxy beyond the hardest control that applies.
 
         virtual:     E(Q) - mean over permutations π of whole windows of E(Q) with G_π = Σ_w A_π(w)ᵀ H_w
@@ -119,7 +111,7 @@ def tangent_excess(found: Enrichment) -> Float[Tensor, ""]:
     Deviation from the source: it compares with random normal directions, which on weight gradients every signal-free
     null passes (docs/tangent.md); that number is `normal_ratio`.
     """
-    return _number(found.energy - found.chance)
+    return found.energy - found.chance
 
 
 @_of_gradients(
@@ -127,7 +119,7 @@ def tangent_excess(found: Enrichment) -> Float[Tensor, ""]:
     null="none",
     reason="the source's own measure; signal-free weight gradients have large ones too",
 )
-def normal_ratio(found: Enrichment) -> Float[Tensor, ""]:
+def normal_ratio(found: Enrichment) -> float:
     """The source's measure: energy in the tangent proxy over the mean energy in random normal subspaces of its rank.
 
         normal_ratio = E(Q) / mean E(Q_N),   Q_N random with Q_NᵀQ = 0
@@ -135,7 +127,7 @@ def normal_ratio(found: Enrichment) -> Float[Tensor, ""]:
     Shown because the source reports it, with its p, and never the headline: for coupled gradients it is large whether
     or not there is a signal. 199 random subspaces; the source has 20.
     """
-    return _number(found.normal_ratio)
+    return found.normal_ratio
 
 
 @_of_gradients(
@@ -144,14 +136,14 @@ def normal_ratio(found: Enrichment) -> Float[Tensor, ""]:
     null="none",
     reason="gradients are compared with other checkpoints, sites and frequencies",
 )
-def gradient_leading_variance(found: Enrichment) -> Float[Tensor, ""]:
+def gradient_leading_variance(found: Enrichment) -> float:
     """Leading share of the second moment of gradient rows.
 
         gradient_leading_variance = λ₁ / Σλ of AᵀA        (virtual: of GᵀG, whose λ are squares)
 
     The anisotropy of gradients: not centred, because a mean gradient is part of what training does.
     """
-    return _number(found.leading_share)
+    return found.leading_share
 
 
 @_of_gradients(
@@ -160,7 +152,7 @@ def gradient_leading_variance(found: Enrichment) -> Float[Tensor, ""]:
     null="none",
     reason="what removing random normal directions does stands beside it as its control",
 )
-def tangent_anisotropy_share(found: Removed) -> Float[Tensor, ""]:
+def tangent_anisotropy_share(found: Removed) -> float:
     """How much less anisotropic gradients are without the tangent proxy.
 
         share=isoscore    IsoScore*(C without Q) - IsoScore*(C), in the d - r coordinates that are left
@@ -172,7 +164,7 @@ def tangent_anisotropy_share(found: Removed) -> Float[Tensor, ""]:
     against random normal subspaces (p) and, in a row of its own, against the next r principal directions.
     Deviation from the source: it pads with zeros, which lowers IsoScore* by itself.
     """
-    return _number(found.change)
+    return found.change
 
 
 @_of_gradients(
@@ -182,7 +174,7 @@ def tangent_anisotropy_share(found: Removed) -> Float[Tensor, ""]:
     null="exact",
     closed_form=lambda n, d: 0.0,
 )
-def tangent_frequency_trend(found: Trend) -> Float[Tensor, ""]:
+def tangent_frequency_trend(found: Trend) -> float:
     """Whether gradients of frequent tokens lie more in the tangent proxy.
 
         tangent_frequency_trend = Spearman's ρ of log f and ‖Qᵀa‖² / ‖a‖² over token types, one occurrence of each
@@ -190,7 +182,7 @@ def tangent_frequency_trend(found: Trend) -> Float[Tensor, ""]:
     Frequencies are counted in other documents. p permutes log f over types: occurrences of one type are not independent
     of each other. Above 0 where the source's claim holds.
     """
-    return _number(found.spearman)
+    return found.spearman
 
 
 @_of_gradients(
@@ -199,7 +191,7 @@ def tangent_frequency_trend(found: Trend) -> Float[Tensor, ""]:
     null="none",
     reason="the distance of random subspaces of the same rank stands beside it as its control",
 )
-def subspace_distance(found: Turned) -> Float[Tensor, ""]:
+def subspace_distance(found: Turned) -> float:
     """How far the tangent proxy turned since an earlier checkpoint.
 
         subspace_distance = √Σθ²   over the r principal angles θ (Grassmann distance)
@@ -207,7 +199,7 @@ def subspace_distance(found: Turned) -> Float[Tensor, ""]:
     0 for the same subspace, √r · π/2 for orthogonal ones. The variant names the earlier checkpoint: the one before
     (`rolling`), the first (`untrained`) or the early ones (`frozen`).
     """
-    return _number(found.distance)
+    return found.distance
 
 
 @_of_gradients(
@@ -220,7 +212,7 @@ def subspace_distance(found: Turned) -> Float[Tensor, ""]:
     # Of two checkpoints: `anisoscope sweep --drift`.
     default=False,
 )
-def update_alignment(found: Enrichment) -> Float[Tensor, ""]:
+def update_alignment(found: Enrichment) -> float:
     """Share of what the rows of the output embedding moved that lies in the tangent proxy of the states they meet.
 
         update_alignment = Σ ‖Qᵀu_v‖² / Σ ‖u_v‖²,   u_v the difference of row v between two checkpoints
@@ -229,4 +221,4 @@ def update_alignment(found: Enrichment) -> Float[Tensor, ""]:
     the hardest of random subspaces, random signs and the next principal directions. Weight decay is part of an observed
     difference; where the optimizer is known, `updates.undo_decay` takes it out. `sweep --drift`.
     """
-    return _number(found.energy)
+    return found.energy

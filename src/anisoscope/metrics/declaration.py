@@ -25,7 +25,8 @@ class Metric:
     """A pure function from one view of a Cloud to one number, with its declaration."""
 
     name: str
-    function: Callable[..., Tensor]
+    function: Callable[..., Any]
+    """Gives a Tensor, with leading axes where its view has them; a float where the view is one of numbers."""
     family: str
     needs: str
     """The view of Cloud it takes; metrics that need the same view share one computation."""
@@ -57,7 +58,7 @@ class Metric:
     stacked: bool
     """Whether it takes views of many clouds at once: leading axes in, leading axes out."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The number itself."""
         return self.function(*args, **kwargs)
 
@@ -90,7 +91,7 @@ def metric(
     name: str | None = None,
     default: bool = True,
     stacked: bool = False,
-) -> Callable[[Callable[..., Tensor]], Metric]:
+) -> Callable[[Callable[..., Tensor | float]], Metric]:
     """Declare and register a metric; third parties do the same in the entry-point group `anisoscope.metrics`."""
     if null in ("exact", "independent") and closed_form is None:
         raise TypeError(f"a metric with null {null!r} needs its closed form")
@@ -99,7 +100,7 @@ def metric(
     if null == "none" and not reason:
         raise TypeError("a metric without a null needs a reason")
 
-    def declare(function: Callable[..., Tensor]) -> Metric:
+    def declare(function: Callable[..., Tensor | float]) -> Metric:
         declared = Metric(
             name=name or function.__name__,
             function=function,
