@@ -18,10 +18,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from anisoscope.cloud import select_members, select_typical
+from anisoscope.cloud import select_members, typical_limit
 from anisoscope.errors import SpecError
 from anisoscope.gradients import capture_gradients
 from anisoscope.held import (
@@ -32,9 +32,8 @@ from anisoscope.held import (
     Place,
     enrichment_rows,
     hold_against,
-    split_by_frequency,
 )
-from anisoscope.kernels.gram import limit_on
+from anisoscope.kernels.gram import limit_on, row_norms
 from anisoscope.metrics import Metric, all_metrics
 from anisoscope.past import Past, sketch
 from anisoscope.probed import Probed, ProbeRow
@@ -103,44 +102,56 @@ class _Analysis:
         self.proxies = tuple(dict.fromkeys((spec.proxy, *PROXIES)))
         shown = probed.gradients.tokens
         self.tokens = {"fit": probed.fit_tokens(shown.ids.device), "test": shown}
-        self.members: dict[tuple[str, str], Int[Tensor, " m"]] = {}
+        self.members: dict[tuple[str, str], Bool[Tensor, " n"]] = {}
 
     def places(self, populations: Sequence[str]) -> Iterator[list[Place]]:
         """Some of one width at a time: a GPU hardly needs longer for many small ones than for one."""
-        some: list[Place] = []
+        some: list[tuple[Site, str]] = []
+        states, elements = self.probed.fit_states, 0
         for site, population in itertools.product(self.probed.sites, populations):
-            place = self.place(site, population)
-            elements = sum(one.fitted.numel() for one in (*some, place))
-            full = elements > limit_on(FITTED_ELEMENTS, place.fitted)
-            if some and (full or place.fitted.shape[1] != some[0].fitted.shape[1]):
-                yield some
-                some = []
-            some.append(place)
+            here = states[site]
+            full = elements + here.numel() > limit_on(FITTED_ELEMENTS, here)
+            if some and (full or here.shape[1] != states[some[0][0]].shape[1]):
+                yield self._places_of(some)
+                some, elements = [], 0
+            some.append((site, population))
+            elements += here.numel()
         if some:
-            yield some
+            yield self._places_of(some)
 
-    def place(self, site: Site, population: str) -> Place:
-        probed = self.probed
-        states, here = probed.fit_states[site], probed.gradients.sites[site]
-        index = self._members(population, states, "fit")
-        keep = torch.zeros(len(here.values), dtype=torch.bool, device=here.values.device)
-        keep[self._members(population, here.values, "test")] = True
-        return Place(
-            site=site,
-            population=population,
-            fitted=states[index],
-            fitted_types=self.tokens["fit"].ids[index],
-            here=here,
-            keep=keep,
-        )
+    def _places_of(self, some: Sequence[tuple[Site, str]]) -> list[Place]:
+        fit, test = self.probed.fit_states, self.probed.gradients.sites
+        fitting = self._keep("fit", [fit[site] for site, _ in some], [population for _, population in some])
+        testing = self._keep("test", [test[site].values for site, _ in some], [population for _, population in some])
+        return [
+            Place(
+                site=site,
+                population=population,
+                fitted=fit[site][fitting[number]],
+                here=test[site],
+                keep=testing[number],
+                fit_keep=fitting[number],
+            )
+            for number, (site, population) in enumerate(some)
+        ]
 
-    def _members(self, population: str, states: Float[Tensor, "n d"], half: str) -> Int[Tensor, " m"]:
-        """As `select_population` has it; what does not depend on the states is selected once."""
-        chosen, seed = "content" if population == "typical" else population, self.probed.spec.seed
-        if (chosen, half) not in self.members:
-            self.members[chosen, half] = select_members(chosen, self.tokens[half], seed=seed)
-        known = self.members[chosen, half]
-        return select_typical(states, known, self.probed.spec.typical_k) if population == "typical" else known
+    def _keep(
+        self, half: str, states: Sequence[Float[Tensor, "n d"]], populations: Sequence[str]
+    ) -> Bool[Tensor, "s n"]:
+        """Which tokens `select_population` selects; what does not depend on the states is selected once."""
+        typical = [number for number, population in enumerate(populations) if population == "typical"]
+        keep = torch.stack([self._members(half, "content" if one == "typical" else one) for one in populations])
+        if typical:
+            norms = torch.stack([row_norms(states[number]) for number in typical])
+            keep[typical] &= norms <= typical_limit(norms, self.probed.spec.typical_k)[:, None]
+        return keep
+
+    def _members(self, half: str, population: str) -> Bool[Tensor, " n"]:
+        if (half, population) not in self.members:
+            tokens = self.tokens[half]
+            self.members[half, population] = torch.zeros_like(tokens.special)
+            self.members[half, population][select_members(population, tokens, seed=self.probed.spec.seed)] = True
+        return self.members[half, population]
 
     def hold(self, places: Sequence[Place]) -> Held:
         return Held(self.probed, self.metrics, places, self.gradients)
@@ -165,9 +176,8 @@ class _Analysis:
             ]
             for proxies in fits
         ]
-        found, binned = hold_against(held, candidates, removal=True), split_by_frequency(held, fits)
-        for at, (place, *rows) in enumerate(zip(held.places, found, binned, strict=True)):
-            yield from itertools.chain.from_iterable(rows)
+        for at, (place, rows) in enumerate(zip(held.places, hold_against(held, candidates, own=True), strict=True)):
+            yield from rows
             if "local_pca" in self.proxies:
                 yield from held.local(at)
             if self.type_disjoint:
@@ -192,9 +202,9 @@ class _Analysis:
             torch.rand(len(self.probed.probe.log_frequency), generator=torch.Generator().manual_seed(self.seed)) < 0.5
         )
         first = first.to(place.fitted.device)
-        mine = first[place.fitted_types]
-        keep = place.keep & ~first[self.probed.gradients.tokens.ids]
-        other = replace(place, fitted=place.fitted[mine], fitted_types=place.fitted_types[mine], keep=keep)
+        fit_keep = place.fit_keep & first[self.tokens["fit"].ids]
+        keep = place.keep & ~first[self.tokens["test"].ids]
+        other = replace(place, fitted=self.probed.fit_states[place.site][fit_keep], fit_keep=fit_keep, keep=keep)
         candidates = [(name, one, f"{WITH_MEAN};split=types") for name, one in self.fit([other])[0].items()]
         yield from hold_against(self.hold([other]), [candidates])[0]
 
@@ -218,14 +228,9 @@ class _Analysis:
         )
         for path, here in test.linears.items():
             fitted = fit.linears[path].values
-            keep = torch.ones(len(here.values), dtype=torch.bool, device=here.values.device)
+            fit_keep, keep = (torch.ones_like(one.tokens.special) for one in (fit, test))
             place = Place(
-                site=Site(name=path),
-                population="all",
-                fitted=fitted,
-                fitted_types=fit.tokens.ids,
-                here=here,
-                keep=keep,
+                site=Site(name=path), population="all", fitted=fitted, here=here, keep=keep, fit_keep=fit_keep
             )
             held = Held(probed, self.metrics, [place], ("linear",))
             candidates = [(name, proxy, WITH_MEAN) for name, proxy in self.fit([place])[0].items()]

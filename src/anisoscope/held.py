@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from anisoscope.gradients import Coupled
@@ -29,7 +29,7 @@ from anisoscope.tangent.energies import (
 )
 from anisoscope.tangent.frequency import ByFrequency, squares_by_frequency
 from anisoscope.tangent.inference import same_rows
-from anisoscope.tangent.proxies import Proxy, fit_local, stack_bases
+from anisoscope.tangent.proxies import Proxy, bases_of, fit_local
 from anisoscope.tangent.windows import pair_each
 
 # Directions of a token's own tangent space: neighbours are too few for many.
@@ -46,10 +46,11 @@ class Place:
     site: Site
     population: str
     fitted: Float[Tensor, "m d"]
-    fitted_types: Int[Tensor, " m"]
     here: Coupled
     keep: Bool[Tensor, " n"]
-    """Tokens of the test half that are in the population."""
+    """Tokens of the test half that are in the population,"""
+    fit_keep: Bool[Tensor, " n"]
+    """and those of the other half, whose states are the fitted ones."""
 
 
 class Held:
@@ -93,56 +94,14 @@ class Held:
             **columns,
         )
 
-    def enrichment(
-        self,
-        candidates: Sequence[Sequence[Candidate]],
-        spaces: Sequence[Sequence[Sequence[RandomSpaces | None]]],
-        shares: Sequence[float],
-    ) -> list[list[ProbeRow]]:
-        """Energy, its controls and the source's ratio, for each proxy and gradient of each place.
-
-        With the random spaces of each place, gradient and proxy, and the leading share of each gradient of each place.
-        """
-        proxies = [[proxy for _, proxy, _ in mine] for mine in candidates]
-        found: list[list[list[Alignment]]] = []
-        for number, gradient in enumerate(self.gradients):
-            beside = [here[number] for here in spaces]
-            if gradient == "activation":
-                found.append(self._uncoupled(candidates, proxies, beside, number))
-            else:
-                assert self.pairing is not None
-                found.append(coupled_alignments(self.pairing, proxies, seed=self.seed, spaces=beside))
-        told = iter(shares)
-        rows: list[list[ProbeRow]] = [[] for _ in self.places]
-        for at, (place, mine) in enumerate(zip(self.places, candidates, strict=True)):
-            leading = list(itertools.islice(told, len(self.gradients)))
-            for number, (name, proxy, variant) in enumerate(mine):
-                for gradient, every, share in zip(self.gradients, found, leading, strict=True):
-                    rows[at] += enrichment_rows(
-                        self.metrics,
-                        every[at][number],
-                        # What the gradients are by themselves is told once.
-                        share if variant == WITH_MEAN else math.nan,
-                        site=place.site,
-                        population=place.population,
-                        points=self.points[at],
-                        excluded=len(place.keep) - self.points[at],
-                        columns=_columns(gradient, name, proxy, variant),
-                    )
-        return rows
-
-    def _uncoupled(
-        self,
-        candidates: Sequence[Sequence[Candidate]],
-        proxies: Sequence[Sequence[Proxy]],
-        beside: Sequence[Sequence[RandomSpaces | None]],
-        number: int,
+    def uncoupled(
+        self, candidates: Sequence[Sequence[Candidate]], spaces: Sequence[Sequence[Sequence[RandomSpaces | None]]]
     ) -> list[list[Alignment]]:
+        """Of the activation gradients of each place, for each of its candidates."""
         assert self.rows is not None
         assert self.moments is not None
-        if not any(proxies):
-            return [[] for _ in proxies]
-        squares = row_squares(self.rows, stack_bases([[one.basis for one in mine] for mine in proxies]))
+        number, proxies = self.gradients.index("activation"), proxies_of(candidates)
+        squares = row_squares(self.rows, bases_of(proxies))
         for at, mine in enumerate(candidates):
             for place, (name, _, variant) in enumerate(mine):
                 if variant == WITH_MEAN:
@@ -154,9 +113,31 @@ class Held:
             documents=self.shown.tokens.documents,
             moments=self.moments[:, number],
             squares=squares,
-            spaces=beside,
+            spaces=[here[number] for here in spaces],
             seed=self.seed,
         )
+
+    def enrichment(
+        self, at: int, candidates: Sequence[Candidate], found: Sequence[Sequence[Alignment]], shares: Sequence[float]
+    ) -> Iterator[ProbeRow]:
+        """Energy, its controls and the source's ratio at a place, for each proxy and gradient.
+
+        With the alignments, and the leading share, of each gradient.
+        """
+        place = self.places[at]
+        for number, (name, proxy, variant) in enumerate(candidates):
+            for gradient, every, share in zip(self.gradients, found, shares, strict=True):
+                yield from enrichment_rows(
+                    self.metrics,
+                    every[number],
+                    # What the gradients are by themselves is told once.
+                    share if variant == WITH_MEAN else math.nan,
+                    site=place.site,
+                    population=place.population,
+                    points=self.points[at],
+                    excluded=len(place.keep) - self.points[at],
+                    columns=_columns(gradient, name, proxy, variant),
+                )
 
     def removal(
         self, at: int, gradient: str, candidates: Iterable[Candidate], found: Sequence[AnisotropyShare]
@@ -277,58 +258,76 @@ def leading_shares(moments: Float[Tensor, "s d d"]) -> list[float]:
     return torch.where(totals > 0, leading_values(moments) / totals, math.nan).tolist()
 
 
-def hold_against(
-    held: Held, candidates: Sequence[Sequence[Candidate]], *, removal: bool = False
-) -> list[list[ProbeRow]]:
+def proxies_of(candidates: Sequence[Sequence[Candidate]]) -> list[list[Proxy]]:
+    """Those of each place."""
+    return [[proxy for _, proxy, _ in mine] for mine in candidates]
+
+
+def hold_against(held: Held, candidates: Sequence[Sequence[Candidate]], *, own: bool = False) -> list[list[ProbeRow]]:
     """Rows of each place for its candidates.
 
-    With `removal` also what is left of anisotropy without the candidates that are plain proxies.
+    Where these are its `own`, also what is left of anisotropy without those that are plain proxies, and their energies
+    by token frequency.
     """
-    metrics, spec = held.metrics, held.probed.spec
     if held.moments is None:
         return [[] for _ in held.places]
     usable = [[one for one in mine if one[1].rank > 0] for mine in candidates]
-    proxies = [[proxy for _, proxy, _ in mine] for mine in usable]
+    if not any(usable):
+        return [[] for _ in held.places]
     plain = [[variant == WITH_MEAN for _, _, variant in mine] for mine in usable]
-    kept = [list(itertools.compress(mine, chosen)) for mine, chosen in zip(proxies, plain, strict=True)]
-    removal = removal and "tangent_anisotropy_share" in metrics and any(kept)
+    kept = [list(itertools.compress(mine, chosen)) for mine, chosen in zip(usable, plain, strict=True)]
+    removal = own and "tangent_anisotropy_share" in held.metrics and any(kept)
     led = plain if removal else [[False] * len(mine) for mine in plain]
-    spaces = spaces_beside(held.moments, proxies, seed=spec.seed, keep=LED_DRAWS, led=led)
-    every, leading = held.moments.flatten(0, 1), None
+    proxies, seed = proxies_of(usable), held.seed
+    spaces = spaces_beside(held.moments, proxies, seed=seed, keep=LED_DRAWS, led=led)
+    moments, leading = held.moments.flatten(0, 1), None
     if removal:
-        leading = find_leading(every, max(one.rank for mine in kept for one in mine))
+        leading = find_leading(moments, max(proxy.rank for mine in kept for _, proxy, _ in mine))
     # What gradients are by themselves is told with plain proxies only.
-    shares = leading.shares if leading else leading_shares(every) if any(kept) else [math.nan] * len(every)
-    rows = held.enrichment(usable, spaces, shares)
+    shares = leading.shares if leading else leading_shares(moments) if any(kept) else [math.nan] * len(moments)
+    uncoupled = held.uncoupled(usable, spaces) if "activation" in held.gradients else None
+    # A GPU looks at windows while the CPU is busy with frequencies.
+    seen = None if held.pairing is None else held.pairing.look_in(bases_of(proxies))
+    rows = split_by_frequency(held, kept) if own else [[] for _ in held.places]
+    found = []
+    for number, gradient in enumerate(held.gradients):
+        if gradient == "activation":
+            found.append(uncoupled)
+        elif held.pairing is not None:
+            beside = [here[number] for here in spaces]
+            found.append(coupled_alignments(held.pairing, proxies, seed=seed, spaces=beside, seen=seen))
+    for at, mine in enumerate(usable):
+        told = shares[at * len(found) : (at + 1) * len(found)]
+        rows[at] += held.enrichment(at, mine, [every[at] for every in found], told)
     if removal:
         cases = list(itertools.product(range(len(held.places)), range(len(held.gradients))))
-        found = anisotropy_shares(
-            every,
-            [kept[at] for at, _ in cases],
+        removed = anisotropy_shares(
+            moments,
+            [[proxy for _, proxy, _ in kept[at]] for at, _ in cases],
             [list(itertools.compress(spaces[at][number], plain[at])) for at, number in cases],
             leading=leading,
-            zeta=spec.isoscore_zeta,
+            zeta=held.probed.spec.isoscore_zeta,
         )
-        for (at, number), mine in zip(cases, found, strict=True):
-            rows[at] += held.removal(at, held.gradients[number], itertools.compress(usable[at], plain[at]), mine)
+        for (at, number), mine in zip(cases, removed, strict=True):
+            rows[at] += held.removal(at, held.gradients[number], kept[at], mine)
     return rows
 
 
-def split_by_frequency(held: Held, fits: Sequence[Mapping[str, Proxy]]) -> list[list[ProbeRow]]:
-    """Rows by token frequency of places that were held against their proxies; of the same tokens side by side."""
+def split_by_frequency(held: Held, plain: Sequence[Sequence[Candidate]]) -> list[list[ProbeRow]]:
+    """Rows by token frequency of places that were held against proxies; of the same tokens side by side."""
     rows: list[list[ProbeRow]] = [[] for _ in held.places]
     if "activation" not in held.gradients or "tangent_frequency_trend" not in held.metrics:
         return rows
     probed, every, kept = held.probed, held.shown.tokens.ids.cpu(), held.keep.cpu()
     for places in same_rows(kept):
         keep = kept[places[0]]
-        cases = [(at, name, proxy) for at in places for name, proxy in fits[at].items() if (at, name) in held.squares]
+        cases = [(at, name, proxy) for at in places for name, proxy, _ in plain[at]]
         if not cases:
             continue
         above, below = torch.stack([held.squares[at, name] for at, name, _ in cases], 1)[keep].unbind(2)
         shapes = [(proxy.dim, proxy.rank) for _, _, proxy in cases]
         types = every[keep]
-        found = squares_by_frequency(above, below, shapes, probed.log_frequency(types), types, seed=probed.spec.seed)
+        found = squares_by_frequency(above, below, shapes, probed.log_frequency(types), types, seed=held.seed)
         for (at, name, proxy), one in zip(cases, found, strict=True):
             rows[at] += held.by_frequency(at, name, proxy, one)
     return rows

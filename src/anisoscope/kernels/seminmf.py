@@ -35,6 +35,8 @@ CHECK_EVERY = 10
 # dependent multiply the error that it leaves, and at last run into the limit of steps.
 ENCODE_TOLERANCE = 1e-8
 ENCODE_STEPS = 20_000
+# Far below the square of any code or length.
+SMALLEST = 1e-250
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,13 +270,14 @@ def _gradient_step(directions: Float[Tensor, "*s r d"], points: Float[Tensor, "*
     the largest eigenvalue of C = diag(G)^-½ G diag(G)^-½ without a decomposition: λ₁ ≤ ‖C¹⁶‖_F^(1/16) ≤ r^(1/32) λ₁.
     """
     gram = directions @ directions.mT
-    lengths = gram.diagonal(dim1=-2, dim2=-1)
-    inverse = torch.where(lengths > 0, 1 / lengths, 0)[..., None]
-    power = gram * inverse.sqrt() * inverse.sqrt().mT
+    # A direction of length zero has only zeros in G, whatever they are divided by.
+    inverse = gram.diagonal(dim1=-2, dim2=-1).clamp_min(SMALLEST).rsqrt()[..., None]
+    power = gram * inverse * inverse.mT
     for _ in range(4):
         power = power @ power
-    sizes = inverse / torch.linalg.matrix_norm(power, keepdim=True).pow(1 / 16).clamp_min(1)
-    shrink = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device) - sizes * gram
+    sizes = inverse.square() / torch.linalg.matrix_norm(power, keepdim=True).pow(1 / 16).clamp_min(1)
+    shrink = -sizes * gram
+    shrink.diagonal(dim1=-2, dim2=-1).add_(1)
     return shrink.to(points), (sizes * directions).to(points) @ points.mT
 
 
@@ -284,10 +287,10 @@ def _step_codes(codes: Tensor, shrink: Tensor, shift: Tensor) -> Tensor:
     They need r times fewer and larger products, so they pull ahead at larger r and on a GPU.
     """
     ahead = codes
-    for step in range(CODE_STEPS):
+    for step in range(CODE_STEPS - 1):
         previous, codes = codes, torch.baddbmm(shift, shrink, ahead).clamp_min_(0)
         ahead = torch.lerp(previous, codes, 1 + step / (step + 3))
-    return codes
+    return torch.baddbmm(shift, shrink, ahead).clamp_min_(0)
 
 
 def _least_squares(
@@ -295,17 +298,14 @@ def _least_squares(
 ) -> Float[Tensor, "s r d"]:
     """D = (ZᵀZ)⁻¹ZᵀA in float64, damped so that dependent codes keep the D they start from.
 
-    D₀ + S(SMS + ρI)⁻¹S(ZᵀA - MD₀) with M = ZᵀZ and S = diag(M)^-½ never raises the error, and where it leaves D₀ as it
-    was, D₀ is a least squares solution.
+    D₀ + (M + ρ diag M)⁻¹(ZᵀA - MD₀) with M = ZᵀZ never raises the error, and where it leaves D₀ as it was, D₀ is a
+    least squares solution.
     """
     gram, products = (codes @ codes.mT).double(), (codes @ points).double()
-    lengths = gram.diagonal(dim1=1, dim2=2)
-    scales = torch.where(lengths > 0, lengths.rsqrt(), 0)[..., None]
-    # Above the rounding of M, which may leave it indefinite.
-    rank = gram.shape[-1]
-    damping = 16 * rank * torch.finfo(codes.dtype).eps * torch.eye(rank, dtype=gram.dtype, device=gram.device)
-    factor = torch.linalg.cholesky_ex(gram * scales * scales.mT + damping).L
-    return start + scales * torch.cholesky_solve(scales * (products - gram @ start), factor)
+    # Above the rounding of M, which may leave it indefinite; and above zero where no point uses a code.
+    damped = gram.clone()
+    damped.diagonal(dim1=1, dim2=2).mul_(1 + 16 * gram.shape[1] * torch.finfo(codes.dtype).eps).add_(SMALLEST)
+    return start + torch.cholesky_solve(products - gram @ start, torch.linalg.cholesky_ex(damped).L)
 
 
 def _residuals(codes: Tensor, directions: Tensor, points: Tensor) -> Float[Tensor, "s n d"]:

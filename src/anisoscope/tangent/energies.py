@@ -36,8 +36,15 @@ from anisoscope.tangent.inference import (
     same_rows,
     sum_groups,
 )
-from anisoscope.tangent.proxies import LocalProxy, Proxy, stack_bases
-from anisoscope.tangent.windows import LEAST_WINDOWS, Pairing, place_in_windows, signal_to_noise, stack_windows
+from anisoscope.tangent.proxies import LocalProxy, Proxy, bases_of, stack_bases
+from anisoscope.tangent.windows import (
+    LEAST_WINDOWS,
+    PairedIn,
+    Pairing,
+    place_in_windows,
+    signal_to_noise,
+    stack_windows,
+)
 
 UNCOUPLED_CONTROLS = ("haar", "signs", "next")
 
@@ -105,19 +112,21 @@ def coupled_alignments(
     seed: int = 0,
     untrained: Proxy | None = None,
     spaces: Sequence[Sequence[RandomSpaces | None]] | None = None,
+    seen: PairedIn | None = None,
 ) -> list[list[Alignment]]:
     """Of the places of a pairing, each for several proxies of its own, which costs little more than for one.
 
-    `spaces` are those of `spaces_beside` for the pairing's moments, where they are known.
+    `spaces` are those of `spaces_beside` for the pairing's moments, `seen` is what `look_in` the proxies' bases gave,
+    where they are known.
     """
     cases = _cases(proxies, pairing.dim)
     if not cases:
         return [[] for _ in proxies]
-    seen, index = pairing.look_in(stack_bases([[one.basis for one in mine] for mine in proxies])), _index(cases)
-    products, permuted = seen.products[index], seen.permuted[index]
+    seen, index = pairing.look_in(bases_of(proxies)) if seen is None else seen, _index(cases)
+    products, permuted = seen.products.cpu()[index], seen.permuted.cpu()[index]
     energies = jackknife_ratios(products, pairing.products.cpu()[index[0]])
     every = _normals(pairing.moments, proxies, energies, draws, seed, untrained, spaces)
-    noise, shares = signal_to_noise(products).tolist(), seen.variance_shares[index].tolist()
+    noise, shares = signal_to_noise(products).tolist(), seen.variance_shares.cpu()[index].tolist()
     found: list[list[Alignment]] = [[] for _ in proxies]
     for (at, place), energy, controls, drawn, share, ratio in zip(
         cases, energies, every, _drawn(energies, permuted), shares, noise, strict=True
@@ -196,7 +205,7 @@ def uncoupled_alignments(
     if not cases:
         return [[] for _ in proxies]
     moments = second_moments(rows) if moments is None else moments
-    bases = stack_bases([[one.basis for one in mine] for mine in proxies])
+    bases = bases_of(proxies)
     squares = row_squares(rows, bases) if squares is None else squares
     of_places = _energies(squares, keep, documents, seed)
     energies = [of_places[at][place] for at, place in cases]

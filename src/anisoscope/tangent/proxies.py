@@ -278,6 +278,11 @@ def stack_bases(bases: Sequence[Sequence[Float[Tensor, "d _"]]]) -> Float[Tensor
     return stacked
 
 
+def bases_of(proxies: Sequence[Sequence[Proxy]]) -> Float[Tensor, "s k d r"]:
+    """The bases of several proxies of several places."""
+    return stack_bases([[one.basis for one in mine] for mine in proxies])
+
+
 def alike(matrices: Sequence[Tensor]) -> list[list[int]]:
     """The places of those that can be stacked."""
     shapes = [one.shape for one in matrices]

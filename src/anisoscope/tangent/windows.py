@@ -114,7 +114,7 @@ class Pairing:
         return tokens <= KEPT_TOKENS and by_tokens < by_turns and len(self.permutations) > 0
 
     def permuted_energies(self, bases: Float[Tensor, "s k d r"]) -> Float[Tensor, "s k m"]:
-        """‖G_πQ‖² / ‖G_π‖² for each permutation and basis, float64, on the CPU."""
+        """‖G_πQ‖² / ‖G_π‖² for each permutation and basis, float64."""
         bases = bases.to(self.values)
         # With and without the mean, by one method and another: bases share most of what they span.
         axes = _span(bases)
@@ -129,10 +129,13 @@ class Pairing:
             every = _squares_by_turns(self.gradients, values, self.permutations, inside)
             whole, squares = every[:, 0], every[:, 1:]
             self.__dict__["permuted_squares"] = whole
-        return (squares / whole[:, None]).cpu()
+        return squares / whole[:, None]
 
     def look_in(self, bases: Float[Tensor, "s k d r"]) -> "PairedIn":
-        """What is to be known of several subspaces, from one projection of the states; columns of zeros do nothing."""
+        """What is to be known of several subspaces, from one projection of the states; columns of zeros do nothing.
+
+        A GPU is given its work and not waited for.
+        """
         bases = bases.to(self.values)
         several, count, _, rank = bases.shape
         inside = _times(self.values, _beside(bases))
@@ -143,17 +146,16 @@ class Pairing:
         flat = own.unflatten(3, (count, rank)).movedim(3, 1).flatten(3)
         spread = squared_norms(self.values.flatten(0, 2)).view(several, -1).sum(1, keepdim=True)
         shares = squares.view(several, count, rank).sum(2) / torch.where(spread > 0, spread, math.nan)
-        permuted = squares.new_empty(several, count, 0).cpu()
         return PairedIn(
-            products=(flat @ flat.mT).double().cpu(),
-            permuted=self.permuted_energies(bases) if self.note is None else permuted,
-            variance_shares=shares.cpu(),
+            products=(flat @ flat.mT).double(),
+            permuted=self.permuted_energies(bases) if self.note is None else squares.new_empty(several, count, 0),
+            variance_shares=shares,
         )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PairedIn:
-    """Pairings seen in subspaces; on the CPU, in float64."""
+    """Pairings seen in subspaces; float64."""
 
     products: Float[Tensor, "s k w w"]
     """⟨A_wᵀH_wQ, A_vᵀH_vQ⟩; their sum is ‖GQ‖²."""
