@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from anisoscope.corpora import Corpus, load_corpus
 from anisoscope.errors import ModelError
-from anisoscope.estimates import judge, summarize
+from anisoscope.estimates import answer_once
 from anisoscope.metrics import all_metrics
 from anisoscope.metrics.alignment import Enrichment
 from anisoscope.metrics.updates import RowUpdates
@@ -133,7 +133,7 @@ def _unit(
             beside = {"low": aligned.energy.low, "high": aligned.energy.high, "p": aligned.p, "gradient": "update"}
             beside |= {"control": aligned.control or None, "control_value": aligned.control_value}
             beside |= {"proxy": "pca", "rank": aligned.rank}
-        answer = summarize([judge(metric, metric(view), count, 0, dim, {})], metric, dim, {})
+        answer = answer_once(metric, metric(view), count, dim, {})
         # A value of two checkpoints: what is wrong with either is wrong with it.
         place = replace(later, suspect=later.suspect or earlier.suspect)
         records.append(

@@ -86,6 +86,24 @@ def summarize(results: Sequence[Evaluated], metric: Metric, dim: int, settings: 
     )
 
 
+def answer_once(metric: Metric, value: Tensor | float, points: int, dim: int, settings: Mapping[str, Any]) -> Estimate:
+    """The Estimate of a number that comes from all points together."""
+    found = judge(metric, value, points, 0, dim, settings)
+    null, missing_null = null_of(metric, points, dim, settings)
+    number = float(found.value)
+    return Estimate(
+        value=number,
+        spread=math.nan,
+        values=(number,),
+        null=null,
+        batches=1,
+        points=points,
+        dropped=0,
+        dim=dim,
+        note="; ".join(part for part in (found.note, missing_null) if part) or None,
+    )
+
+
 def estimate(
     points: Any,
     metrics: str | Iterable[str] = ("leading_variance", "twonn"),

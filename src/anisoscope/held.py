@@ -118,26 +118,22 @@ class Held:
         )
 
     def enrichment(
-        self, at: int, candidates: Sequence[Candidate], found: Sequence[Sequence[Alignment]], shares: Sequence[float]
+        self, at: int, gradient: str, candidates: Sequence[Candidate], found: Sequence[Alignment], share: float
     ) -> Iterator[ProbeRow]:
-        """Energy, its controls and the source's ratio at a place, for each proxy and gradient.
-
-        With the alignments, and the leading share, of each gradient.
-        """
+        """Energy of a gradient at a place, its controls and the source's ratio, for each proxy; its leading share."""
         place = self.places[at]
-        for number, (name, proxy, variant) in enumerate(candidates):
-            for gradient, every, share in zip(self.gradients, found, shares, strict=True):
-                yield from enrichment_rows(
-                    self.metrics,
-                    every[number],
-                    # What the gradients are by themselves is told once.
-                    share if variant == WITH_MEAN else math.nan,
-                    site=place.site,
-                    population=place.population,
-                    points=self.points[at],
-                    excluded=len(place.keep) - self.points[at],
-                    columns=_columns(gradient, name, proxy, variant),
-                )
+        for (name, proxy, variant), one in zip(candidates, found, strict=True):
+            yield from enrichment_rows(
+                self.metrics,
+                one,
+                # What the gradients are by themselves is told once.
+                share if variant == WITH_MEAN else math.nan,
+                site=place.site,
+                population=place.population,
+                points=self.points[at],
+                excluded=len(place.keep) - self.points[at],
+                columns=_columns(gradient, name, proxy, variant),
+            )
 
     def removal(
         self, at: int, gradient: str, candidates: Iterable[Candidate], found: Sequence[AnisotropyShare]
@@ -285,20 +281,17 @@ def hold_against(held: Held, candidates: Sequence[Sequence[Candidate]], *, own: 
         leading = find_leading(moments, max(proxy.rank for mine in kept for _, proxy, _ in mine))
     # What gradients are by themselves is told with plain proxies only.
     shares = leading.shares if leading else leading_shares(moments) if any(kept) else [math.nan] * len(moments)
-    uncoupled = held.uncoupled(usable, spaces) if "activation" in held.gradients else None
-    # A GPU looks at windows while the CPU is busy with frequencies.
+    uncoupled = held.uncoupled(usable, spaces) if "activation" in held.gradients else []
+    # A GPU looks at windows while the CPU is busy with all else.
     seen = None if held.pairing is None else held.pairing.look_in(bases_of(proxies))
     rows = split_by_frequency(held, kept) if own else [[] for _ in held.places]
-    found = []
-    for number, gradient in enumerate(held.gradients):
-        if gradient == "activation":
-            found.append(uncoupled)
-        elif held.pairing is not None:
+    for number, gradient in sorted(enumerate(held.gradients), key=lambda one: one[1] != "activation"):
+        found = uncoupled
+        if gradient != "activation" and held.pairing is not None:
             beside = [here[number] for here in spaces]
-            found.append(coupled_alignments(held.pairing, proxies, seed=seed, spaces=beside, seen=seen))
-    for at, mine in enumerate(usable):
-        told = shares[at * len(found) : (at + 1) * len(found)]
-        rows[at] += held.enrichment(at, mine, [every[at] for every in found], told)
+            found = coupled_alignments(held.pairing, proxies, seed=seed, spaces=beside, seen=seen)
+        for at, (mine, every) in enumerate(zip(usable, found, strict=True)):
+            rows[at] += held.enrichment(at, gradient, mine, every, shares[at * len(held.gradients) + number])
     if removal:
         cases = list(itertools.product(range(len(held.places)), range(len(held.gradients))))
         removed = anisotropy_shares(

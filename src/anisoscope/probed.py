@@ -15,7 +15,7 @@ from torch import Tensor
 
 from anisoscope.capture import capture
 from anisoscope.cloud import Tokens, select_population
-from anisoscope.estimates import judge, summarize
+from anisoscope.estimates import answer_once
 from anisoscope.gauge import seed_for
 from anisoscope.gradients import ProbeGradients, capture_gradients, tokens_of
 from anisoscope.metrics import Metric
@@ -54,7 +54,7 @@ class ProbeRow:
         **columns: Any,
     ) -> "ProbeRow":
         """The metric of a view: NaN with the reason where the data forbid it, and with what else is to be noted."""
-        answer = summarize([judge(metric, metric(view), points, 0, dim, settings or {})], metric, dim, settings or {})
+        answer = answer_once(metric, metric(view), points, dim, settings or {})
         notes = "; ".join(part for part in (answer.note if math.isnan(answer.value) else None, note) if part) or None
         if notes != answer.note:
             answer = replace(answer, note=notes)

@@ -46,8 +46,8 @@ class SemiNMF:
     codes: Float[Tensor, "n r"]
     directions: Float[Tensor, "r d"]
     errors: Float[Tensor, " t"]
-    """‖A - ZD‖_F / ‖A‖_F at the start, after each iteration and, last, as returned; float64. Only rounding raises it.
-    """
+    """‖A - ZD‖_F / ‖A‖_F at the start, after each iteration and, last, as returned; float64, on the CPU. Only rounding
+    raises it."""
     converged: bool
 
 

@@ -27,7 +27,7 @@ from anisoscope.tangent.inference import Permutations, draw_permutations
 LEAST_WINDOWS = 32
 DRAWS = 199
 # Numbers held at one time by a table of products: caches hold the first, a GPU is busy with the second.
-TABLE_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 25}
+TABLE_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 27}
 # Tokens up to which all products of two tokens are kept.
 KEPT_TOKENS = 8192
 # Up to so many coordinates states are turned so that what bases span comes first.
