@@ -17,7 +17,7 @@ from anisoscope.metrics.alignment import Enrichment, Removed, Trend, Turned
 from anisoscope.probed import Probed, ProbeRow
 from anisoscope.records import Site
 from anisoscope.tangent.anisotropy import LED_DRAWS, AnisotropyShare, anisotropy_shares, find_leading
-from anisoscope.tangent.controls import RandomSpaces, second_moments
+from anisoscope.tangent.controls import second_moments
 from anisoscope.tangent.dynamics import random_distance, turn_between
 from anisoscope.tangent.energies import (
     Alignment,
@@ -63,7 +63,9 @@ class Held:
         self.metrics, self.shown = metrics, probed.gradients
         self.gradients = tuple(gradients)
         self.keep = torch.stack([place.keep for place in places])
-        self.points = self.keep.sum(1).tolist()
+        # On the CPU, now: later a copy would wait for all that a GPU has been given to do.
+        self.kept, self.types = self.keep.cpu(), self.shown.tokens.ids.cpu()
+        self.points = self.kept.sum(1).tolist()
         self.pairing, self.rows = None, None
         self.squares: dict[tuple[int, str], Tensor] = {}
         """‖Qᵀa‖² and ‖a‖² of the activation gradients, for each place and proxy they were held against."""
@@ -94,28 +96,16 @@ class Held:
             **columns,
         )
 
-    def uncoupled(
-        self, candidates: Sequence[Sequence[Candidate]], spaces: Sequence[Sequence[Sequence[RandomSpaces | None]]]
-    ) -> list[list[Alignment]]:
-        """Of the activation gradients of each place, for each of its candidates."""
-        assert self.rows is not None
-        assert self.moments is not None
-        number, proxies = self.gradients.index("activation"), proxies_of(candidates)
-        squares = row_squares(self.rows, bases_of(proxies))
+    def project(self, candidates: Sequence[Sequence[Candidate]]) -> Float[Tensor, "s n _"] | None:
+        """‖Qᵀa‖² of the activation gradients for each candidate and, last, ‖a‖², on the CPU; of plain proxies kept."""
+        if self.rows is None:
+            return None
+        squares = row_squares(self.rows, bases_of(proxies_of(candidates)))
         for at, mine in enumerate(candidates):
             for place, (name, _, variant) in enumerate(mine):
                 if variant == WITH_MEAN:
                     self.squares[at, name] = squares[at][:, [place, -1]]
-        return uncoupled_alignments(
-            self.rows,
-            proxies,
-            keep=self.keep,
-            documents=self.shown.tokens.documents,
-            moments=self.moments[:, number],
-            squares=squares,
-            spaces=[here[number] for here in spaces],
-            seed=self.seed,
-        )
+        return squares
 
     def enrichment(
         self, at: int, gradient: str, candidates: Sequence[Candidate], found: Sequence[Alignment], share: float
@@ -275,21 +265,32 @@ def hold_against(held: Held, candidates: Sequence[Sequence[Candidate]], *, own: 
     removal = own and "tangent_anisotropy_share" in held.metrics and any(kept)
     led = plain if removal else [[False] * len(mine) for mine in plain]
     proxies, seed = proxies_of(usable), held.seed
+    squares = held.project(usable)
+    # A GPU is given windows and random spaces to look at, and the CPU does not wait for it but counts frequencies.
+    seen = None if held.pairing is None else held.pairing.look_in(bases_of(proxies))
     spaces = spaces_beside(held.moments, proxies, seed=seed, keep=LED_DRAWS, led=led)
+    rows = split_by_frequency(held, kept) if own else [[] for _ in held.places]
     moments, leading = held.moments.flatten(0, 1), None
     if removal:
         leading = find_leading(moments, max(proxy.rank for mine in kept for _, proxy, _ in mine))
     # What gradients are by themselves is told with plain proxies only.
     shares = leading.shares if leading else leading_shares(moments) if any(kept) else [math.nan] * len(moments)
-    uncoupled = held.uncoupled(usable, spaces) if "activation" in held.gradients else []
-    # A GPU looks at windows while the CPU is busy with all else.
-    seen = None if held.pairing is None else held.pairing.look_in(bases_of(proxies))
-    rows = split_by_frequency(held, kept) if own else [[] for _ in held.places]
-    for number, gradient in sorted(enumerate(held.gradients), key=lambda one: one[1] != "activation"):
-        found = uncoupled
-        if gradient != "activation" and held.pairing is not None:
-            beside = [here[number] for here in spaces]
+    for number, gradient in enumerate(held.gradients):
+        beside = [here[number] for here in spaces]
+        if held.pairing is not None and gradient != "activation":
             found = coupled_alignments(held.pairing, proxies, seed=seed, spaces=beside, seen=seen)
+        else:
+            assert held.rows is not None
+            found = uncoupled_alignments(
+                held.rows,
+                proxies,
+                keep=held.keep,
+                documents=held.shown.tokens.documents,
+                moments=held.moments[:, number],
+                squares=squares,
+                spaces=beside,
+                seed=seed,
+            )
         for at, (mine, every) in enumerate(zip(usable, found, strict=True)):
             rows[at] += held.enrichment(at, gradient, mine, every, shares[at * len(held.gradients) + number])
     if removal:
@@ -311,16 +312,16 @@ def split_by_frequency(held: Held, plain: Sequence[Sequence[Candidate]]) -> list
     rows: list[list[ProbeRow]] = [[] for _ in held.places]
     if "activation" not in held.gradients or "tangent_frequency_trend" not in held.metrics:
         return rows
-    probed, every, kept = held.probed, held.shown.tokens.ids.cpu(), held.keep.cpu()
-    for places in same_rows(kept):
-        keep = kept[places[0]]
+    for places in same_rows(held.kept):
+        keep = held.kept[places[0]]
         cases = [(at, name, proxy) for at in places for name, proxy, _ in plain[at]]
         if not cases:
             continue
         above, below = torch.stack([held.squares[at, name] for at, name, _ in cases], 1)[keep].unbind(2)
         shapes = [(proxy.dim, proxy.rank) for _, _, proxy in cases]
-        types = every[keep]
-        found = squares_by_frequency(above, below, shapes, probed.log_frequency(types), types, seed=held.seed)
+        types = held.types[keep]
+        known = held.probed.log_frequency(types)
+        found = squares_by_frequency(above, below, shapes, known, types, seed=held.seed)
         for (at, name, proxy), one in zip(cases, found, strict=True):
             rows[at] += held.by_frequency(at, name, proxy, one)
     return rows

@@ -132,8 +132,8 @@ def anisotropy_shares(
         some = [(at, place) for at, place in usable if proxies[at][place].rank == size]
         index = torch.tensor(some).T.unbind()
         beside = [spaces[at][place] for at, place in some]
-        normal = torch.stack([one.normal for one in beside if one is not None])
-        normal_squares = torch.stack([one.normal_squares for one in beside if one is not None])
+        normal = torch.stack([one.normal for one in beside if one is not None]).cpu()
+        normal_squares = torch.stack([one.normal_squares for one in beside if one is not None]).cpu()
         total, first = totals[index[0], None], values[index[0], :size]
         seen = _Seen(
             dim=moments.shape[1],

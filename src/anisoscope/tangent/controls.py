@@ -66,7 +66,7 @@ def energies_of(moments: Float[Tensor, "s d d"], bases: Float[Tensor, "s k d r"]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RandomSpaces:
-    """Energies of random subspaces, and what is left of C without each of the normal ones; float64, on the CPU."""
+    """Energies of random subspaces, and what is left of C without each of the normal ones; float64."""
 
     haar: Float[Tensor, " m"]
     """N5."""
@@ -158,7 +158,7 @@ def _spaces_of_rank(
             some = min(keep - kept.shape[2], len(omega))
             normal = omega[:some] - along[:, :led, :some] @ bases[:, :led].mT[:, :, None]
             kept = torch.cat([kept, (root[:, :led, :some] @ normal).mT], 2)
-    haar, normal, squares = (torch.cat(one, -1).cpu() for one in zip(*parts, strict=True))
+    haar, normal, squares = (torch.cat(one, -1).double() for one in zip(*parts, strict=True))
     nothing = squares.new_empty(0), kept.new_empty(0, dim, rank)
     return [
         [

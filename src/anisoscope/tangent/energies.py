@@ -384,7 +384,7 @@ def _normals(
     for name in ("haar", "normal"):
         some = [(number, one) for number in known if (one := spaces[cases[number][0]][cases[number][1]]) is not None]
         every = [getattr(one, name) for _, one in some]
-        drawn = _drawn([energies[number] for number, _ in some], torch.stack(every)) if every else []
+        drawn = _drawn([energies[number] for number, _ in some], torch.stack(every).cpu()) if every else []
         for (number, _), control in zip(some, drawn, strict=True):
             found[number][name] = control
     others = {"next": [[one.following for one in mine] for mine in proxies]}
