@@ -13,6 +13,7 @@ from anisoscope.errors import SpecError, StatesError
 from anisoscope.tangent import controls, proxies
 from anisoscope.tangent import windows as windowed
 from anisoscope.tangent.anisotropy import LED_DRAWS, anisotropy_share, gradient_leading_variance
+from anisoscope.tangent.clouds import center_clouds, pad_clouds
 from anisoscope.tangent.controls import energy_of, random_spaces, random_spaces_beside, second_moment, sign_energies
 from anisoscope.tangent.dynamics import turn_between, update_alignment
 from anisoscope.tangent.energies import coupled_alignment, energy_sums, local_alignment, uncoupled_alignment
@@ -28,8 +29,8 @@ from anisoscope.tangent.inference import (
 )
 from anisoscope.tangent.means import without_mean
 from anisoscope.tangent.pinning import follow_centroids, log_trend, pin_types
-from anisoscope.tangent.proxies import LocalProxy, fit_global, fit_local, fit_proxy
-from anisoscope.tangent.windows import pair_windows, signal_to_noise, stack_windows
+from anisoscope.tangent.proxies import LocalProxy, fit_global, fit_local, fit_proxy, stack_bases
+from anisoscope.tangent.windows import pair_each, pair_windows, signal_to_noise, stack_windows
 
 # Relative difference between a fast path in float32 and its reference in float64.
 FAST_TOLERANCE = 2e-5
@@ -56,6 +57,38 @@ def windows_of(count: int, length: int) -> Tensor:
 def overlap(one: Tensor, other: Tensor) -> float:
     """‖PᵀQ‖² over the smaller rank: 1 where one span holds the other."""
     return float((one.T @ other).square().sum()) / min(one.shape[1], other.shape[1])
+
+
+# Clouds
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("scale", [1.0, 1e-30, 1e30])
+def test_clouds_side_by_side_are_centred_as_each_alone(dtype: torch.dtype, scale: float) -> None:
+    # One far from the origin, one that hardly varies, one with a constant coordinate, of unequal numbers of points.
+    every = [decaying(50, 6), decaying(40, 6) + 1e3, 1 + 1e-4 * decaying(30, 6), decaying(20, 6)]
+    every[3][:, 2] = 0.1
+    every = [(scale * one).to(dtype) for one in every]
+    stacked, keep = pad_clouds(every)
+    # What is not kept does not count, whatever it is.
+    found = center_clouds(torch.where(keep[..., None], stacked, math.nan), keep)
+    for number, one in enumerate(every):
+        exact = one.double() - one.double().mean(0)
+        size = float(exact.norm())
+        close = {torch.float64: 1e-12, torch.float32: 1e-6}[dtype]
+        assert float(found.size[number]) == pytest.approx(size, rel=close)
+        torch.testing.assert_close(found.points[number, : len(one)].double(), exact / size, rtol=0, atol=close)
+        assert not bool(found.points[number, len(one) :].any())
+        torch.testing.assert_close(found.mean[number], one.double().mean(0), rtol=close, atol=close * size)
+    assert not bool(found.points[3, :, 2].any())
+
+
+def test_equal_points_have_no_size_and_infinite_ones_are_refused() -> None:
+    # A mean of numbers that are no powers of two may round to another.
+    equal = torch.full((1, 77, 3), 0.1)
+    assert float(center_clouds(equal, torch.ones(1, 77, dtype=torch.bool)).size) == 0
+    with pytest.raises(StatesError):
+        center_clouds(equal / 0, torch.ones(1, 77, dtype=torch.bool))
 
 
 # Proxies
@@ -283,6 +316,29 @@ def test_fast_permuted_energies_equal_the_naive_loop(
         torch.testing.assert_close(products, own, rtol=EXACT, atol=EXACT * float(own.abs().max()))
         object.__setattr__(pairing, "permuted_squares", squares)
     np.testing.assert_allclose(pairing.permuted_energies(basis[None, None])[0, 0], naive, rtol=EXACT)
+
+
+@pytest.mark.parametrize(("dim", "length"), [(20, 6), (300, 3)])
+def test_pairings_side_by_side_are_those_of_each_alone(dim: int, length: int) -> None:
+    # By turns, and by tokens; some tokens are left out, and bases have unequal numbers of directions.
+    count = 34 * length
+    values = torch.stack([decaying(count, dim, seed=seed) + seed for seed in range(3)])
+    gradients = torch.stack([normal(count, dim, seed=9 + seed) for seed in range(3)]) + values / 2
+    keep = torch.stack([torch.arange(count) % (5 + seed) != 0 for seed in range(3)])
+    bases = [[orthonormal(dim, 4, seed=seed), orthonormal(dim, 3, seed=seed)] for seed in range(3)]
+    together = pair_each(values, gradients, windows_of(34, length), keep=keep, draws=75)
+    assert together._few_tokens == (dim == 300)
+    seen = together.look_in(stack_bases(bases))
+    for at, mine in enumerate(bases):
+        alone = pair_windows(values[at], gradients[at], windows_of(34, length), keep=keep[at], draws=75)
+        torch.testing.assert_close(together.moments[at], alone.moments[0], rtol=EXACT, atol=EXACT)
+        torch.testing.assert_close(together.products[at], alone.products[0], rtol=EXACT, atol=1e-15)
+        for place, basis in enumerate(mine):
+            one = alone.look_in(basis[None, None])
+            for name in ("products", "permuted", "variance_shares"):
+                torch.testing.assert_close(
+                    getattr(seen, name)[at, place], getattr(one, name)[0, 0], rtol=EXACT, atol=1e-15
+                )
 
 
 def test_float32_windows_agree_with_float64() -> None:
