@@ -16,7 +16,7 @@ from anisoscope.tangent.anisotropy import LED_DRAWS, anisotropy_share, gradient_
 from anisoscope.tangent.clouds import center_clouds, pad_clouds
 from anisoscope.tangent.controls import energy_of, random_spaces, random_spaces_beside, second_moment, sign_energies
 from anisoscope.tangent.dynamics import turn_between, update_alignment
-from anisoscope.tangent.energies import coupled_alignment, energy_sums, local_alignment, uncoupled_alignment
+from anisoscope.tangent.energies import coupled_alignment, energy_sums, uncoupled_alignment
 from anisoscope.tangent.frequency import bin_tokens, energy_by_frequency
 from anisoscope.tangent.inference import (
     draw_permutations,
@@ -27,6 +27,7 @@ from anisoscope.tangent.inference import (
     ranks,
     ratio_of_sums,
 )
+from anisoscope.tangent.local import local_alignment
 from anisoscope.tangent.means import without_mean
 from anisoscope.tangent.pinning import follow_centroids, log_trend, pin_types
 from anisoscope.tangent.proxies import LocalProxy, fit_global, fit_local, fit_proxy, stack_bases

@@ -13,8 +13,9 @@ import torch
 from scipy.stats import binomtest, kstest
 from torch import Tensor
 
-from anisoscope.tangent.energies import Alignment, coupled_alignment, local_alignment, uncoupled_alignment
+from anisoscope.tangent.energies import Alignment, coupled_alignment, uncoupled_alignment
 from anisoscope.tangent.inference import permutation_p
+from anisoscope.tangent.local import local_alignment
 from anisoscope.tangent.proxies import fit_global, fit_local
 from anisoscope.tangent.windows import pair_windows
 

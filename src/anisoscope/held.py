@@ -22,13 +22,13 @@ from anisoscope.tangent.dynamics import random_distance, turn_between
 from anisoscope.tangent.energies import (
     Alignment,
     coupled_alignments,
-    local_alignment,
     row_squares,
     spaces_beside,
     uncoupled_alignments,
 )
 from anisoscope.tangent.frequency import ByFrequency, squares_by_frequency
 from anisoscope.tangent.inference import same_rows
+from anisoscope.tangent.local import local_alignment
 from anisoscope.tangent.proxies import Proxy, bases_of, fit_local
 from anisoscope.tangent.windows import pair_each
 

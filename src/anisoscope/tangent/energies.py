@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from anisoscope.errors import SpecError
-from anisoscope.kernels.gram import center, for_products, power_of_two_scale, working_dtype
+from anisoscope.kernels.gram import center, working_dtype
 from anisoscope.tangent.controls import (
     DRAWS,
     RandomSpaces,
@@ -28,22 +28,17 @@ from anisoscope.tangent.controls import (
 )
 from anisoscope.tangent.inference import (
     Interval,
-    draw_permutations,
     jackknife_ratios,
     permutation_ps,
-    ratio_of_sums,
     ratios_of_sums,
     same_rows,
     sum_groups,
 )
-from anisoscope.tangent.proxies import LocalProxy, Proxy, bases_of, stack_bases
+from anisoscope.tangent.proxies import Proxy, bases_of, stack_bases
 from anisoscope.tangent.windows import (
-    LEAST_WINDOWS,
     PairedIn,
     Pairing,
-    place_in_windows,
     signal_to_noise,
-    stack_windows,
 )
 
 UNCOUPLED_CONTROLS = ("haar", "signs", "next")
@@ -129,7 +124,7 @@ def coupled_alignments(
     noise, shares = signal_to_noise(products).tolist(), seen.variance_shares.cpu()[index].tolist()
     found: list[list[Alignment]] = [[] for _ in proxies]
     for (at, place), energy, controls, drawn, share, ratio in zip(
-        cases, energies, every, _drawn(energies, permuted), shares, noise, strict=True
+        cases, energies, every, drawn_controls(energies, permuted), shares, noise, strict=True
     ):
         proxy, chance = proxies[at][place], drawn.value
         found[at].append(
@@ -210,7 +205,7 @@ def uncoupled_alignments(
     of_places = _energies(squares, keep, documents, seed)
     energies = [of_places[at][place] for at, place in cases]
     every = _normals(moments, proxies, energies, draws, seed, untrained, spaces)
-    signs = _drawn(energies, sign_energies(moments, bases, draws=draws, seed=seed)[_index(cases)])
+    signs = drawn_controls(energies, sign_energies(moments, bases, draws=draws, seed=seed)[_index(cases)])
     found: list[list[Alignment]] = [[] for _ in proxies]
     for (at, place), energy, normals, flipped in zip(cases, energies, every, signs, strict=True):
         proxy, known = proxies[at][place], normals if math.isnan(energy.value) else normals | {"signs": flipped}
@@ -265,56 +260,6 @@ def _energies(
         every = iter(ratios_of_sums(above, below, seed=seed))
         found |= {at: list(itertools.islice(every, last - 1)) for at in here}
     return [found[at] for at in range(several)]
-
-
-def local_alignment(
-    states: Float[Tensor, "n d"],
-    gradients: Float[Tensor, "n d"],
-    windows: Int[Tensor, " n"],
-    proxy: LocalProxy,
-    *,
-    draws: int = DRAWS,
-    seed: int = 0,
-) -> Alignment:
-    """E = Σ ‖Qᵢᵀaᵢ‖² / Σ ‖aᵢ‖², against gradients permuted between windows: another token's tangent space.
-
-    Permutations add up a table of windows by windows: the energy of the gradients of one in the spaces of another.
-    """
-    if proxy.dim != states.shape[1]:
-        raise SpecError(f"a proxy of {proxy.dim} coordinates cannot hold states of {states.shape[1]}")
-    raw = gradients.to(working_dtype(gradients.dtype))
-    raw = for_products(raw / power_of_two_scale(raw).to(raw.dtype))
-    shaped = stack_windows([raw[None]], windows)[0][0]
-    count = len(shaped)
-    window, position = place_in_windows(windows)
-    table = torch.zeros(count, count, dtype=torch.float64, device=raw.device)
-    for part, bases in proxy.bases(states):
-        # Of all windows the gradient at the token's position, in the token's space.
-        inside = shaped[:, position[part]].transpose(0, 1) @ bases.to(raw)
-        table.index_add_(0, window[part], inside.double().square().sum(2))
-    below = shaped.double().square().sum((1, 2))
-    energy = ratio_of_sums(table.diagonal(), below, seed=seed)
-    enough = count >= LEAST_WINDOWS and float(below.sum()) > 0
-    permutations = draw_permutations(draws if enough else 0, count, seed).orders.to(raw.device)
-    permuted = (table[torch.arange(count, device=raw.device), permutations].sum(1) / below.sum()).cpu()
-    control = _drawn([energy], permuted[None])[0]
-    chance = control.value
-    few = f"{count} windows; a permuted null needs at least {LEAST_WINDOWS}" if count < LEAST_WINDOWS else None
-    return Alignment(
-        energy=energy,
-        gain=energy.value / chance if chance else math.nan,
-        excess=energy.value - chance,
-        control="permuted",
-        p=control.p,
-        normal_ratio=math.nan,
-        normal_p=math.nan,
-        variance_gain=math.nan,
-        signal_to_noise=math.nan,
-        controls={"permuted": control},
-        rank=proxy.rank,
-        dim=proxy.dim,
-        note="the gradients are zero" if math.isnan(energy.value) else few,
-    )
 
 
 def energy_sums(
@@ -384,7 +329,7 @@ def _normals(
     for name in ("haar", "normal"):
         some = [(number, one) for number in known if (one := spaces[cases[number][0]][cases[number][1]]) is not None]
         every = [getattr(one, name) for _, one in some]
-        drawn = _drawn([energies[number] for number, _ in some], torch.stack(every).cpu()) if every else []
+        drawn = drawn_controls([energies[number] for number, _ in some], torch.stack(every).cpu()) if every else []
         for (number, _), control in zip(some, drawn, strict=True):
             found[number][name] = control
     others = {"next": [[one.following for one in mine] for mine in proxies]}
@@ -401,7 +346,7 @@ def _normals(
     return found
 
 
-def _drawn(energies: Sequence[Interval], draws: Float[Tensor, "k m"]) -> list[Control]:
+def drawn_controls(energies: Sequence[Interval], draws: Float[Tensor, "k m"]) -> list[Control]:
     """Of each energy its control, from draws of its own."""
     values = torch.tensor([one.value for one in energies], dtype=torch.float64)
     means = draws.mean(1).tolist() if draws.shape[1] else [math.nan] * len(draws)

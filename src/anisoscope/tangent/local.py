@@ -1,0 +1,65 @@
+"""Gradients in tangent spaces of their own tokens."""
+
+import math
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from anisoscope.errors import SpecError
+from anisoscope.kernels.gram import for_products, power_of_two_scale, working_dtype
+from anisoscope.tangent.controls import DRAWS
+from anisoscope.tangent.energies import Alignment, drawn_controls
+from anisoscope.tangent.inference import draw_permutations, ratio_of_sums
+from anisoscope.tangent.proxies import LocalProxy
+from anisoscope.tangent.windows import LEAST_WINDOWS, place_in_windows, stack_windows
+
+
+def local_alignment(
+    states: Float[Tensor, "n d"],
+    gradients: Float[Tensor, "n d"],
+    windows: Int[Tensor, " n"],
+    proxy: LocalProxy,
+    *,
+    draws: int = DRAWS,
+    seed: int = 0,
+) -> Alignment:
+    """E = Σ ‖Qᵢᵀaᵢ‖² / Σ ‖aᵢ‖², against gradients permuted between windows: another token's tangent space.
+
+    Permutations add up a table of windows by windows: the energy of the gradients of one in the spaces of another.
+    """
+    if proxy.dim != states.shape[1]:
+        raise SpecError(f"a proxy of {proxy.dim} coordinates cannot hold states of {states.shape[1]}")
+    raw = gradients.to(working_dtype(gradients.dtype))
+    raw = for_products(raw / power_of_two_scale(raw).to(raw.dtype))
+    shaped = stack_windows([raw[None]], windows)[0][0]
+    count = len(shaped)
+    window, position = place_in_windows(windows)
+    table = torch.zeros(count, count, dtype=torch.float64, device=raw.device)
+    for part, bases in proxy.bases(states):
+        # Of all windows the gradient at the token's position, in the token's space.
+        inside = shaped[:, position[part]].transpose(0, 1) @ bases.to(raw)
+        table.index_add_(0, window[part], inside.double().square().sum(2))
+    below = shaped.double().square().sum((1, 2))
+    energy = ratio_of_sums(table.diagonal(), below, seed=seed)
+    enough = count >= LEAST_WINDOWS and float(below.sum()) > 0
+    permutations = draw_permutations(draws if enough else 0, count, seed).orders.to(raw.device)
+    permuted = (table[torch.arange(count, device=raw.device), permutations].sum(1) / below.sum()).cpu()
+    control = drawn_controls([energy], permuted[None])[0]
+    chance = control.value
+    few = f"{count} windows; a permuted null needs at least {LEAST_WINDOWS}" if count < LEAST_WINDOWS else None
+    return Alignment(
+        energy=energy,
+        gain=energy.value / chance if chance else math.nan,
+        excess=energy.value - chance,
+        control="permuted",
+        p=control.p,
+        normal_ratio=math.nan,
+        normal_p=math.nan,
+        variance_gain=math.nan,
+        signal_to_noise=math.nan,
+        controls={"permuted": control},
+        rank=proxy.rank,
+        dim=proxy.dim,
+        note="the gradients are zero" if math.isnan(energy.value) else few,
+    )
