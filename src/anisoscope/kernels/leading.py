@@ -61,9 +61,10 @@ def leading_axes(
     # Not zero where C is.
     floor = torch.where(traces > 0, ROUNDING * traces, 1)
     for _ in range(POWERS):
-        axes = _orthonormal(exact @ axes + floor * axes)
+        axes = _independent(exact @ axes + floor * axes)
     for look in range(LOOKS):
-        values, axes, images = _ritz(exact, _orthonormal(axes))
+        # Twice: the second time for what rounding leaves of the first (Yamamoto et al. 2015).
+        values, axes, images = _ritz(exact, _independent(_independent(axes)))
         residuals = torch.linalg.vector_norm(images - axes * values[:, None], dim=1)[:, :count]
         if bool((residuals <= settled * values[:, :count] + ROUNDING * values[:, :1]).all()):
             return values, axes.to(matrices)
@@ -71,10 +72,11 @@ def leading_axes(
             least = values[:, -1].clamp_min(ROUNDING * values[:, 0])
             ahead = (2 * values[:, 0] / least - 1).clamp_min(1 + ROUNDING)
             degree = int((math.log(2 * GROWTH) / torch.acosh(ahead)).clamp(1, MOST_DEGREE).min())
-            axes = _filter(exact, axes, images, least, degree)
-            for _ in range(FILTERS - 1):
-                axes = _orthonormal(axes)
-                axes = _filter(exact, axes, exact @ axes, least, degree)
+            # B = 2(2C / λ - I), whose Chebyshev polynomials of half of it grow above λ alone, λ the least of the axes.
+            stretched = exact * (4 / torch.where(least > 0, least, 1))[:, None, None]
+            stretched.diagonal(dim1=1, dim2=2).sub_(2)
+            for number in range(FILTERS):
+                axes = _filter(stretched, axes if number == 0 else _independent(axes), degree)
     return _whole(matrices, width)
 
 
@@ -99,14 +101,12 @@ def small_eigh(matrices: Float[Tensor, "*s k k"]) -> tuple[Float[Tensor, "*s k"]
     return values.to(matrices), axes.to(matrices)
 
 
-def _orthonormal(axes: Float[Tensor, "s d k"]) -> Float[Tensor, "s d k"]:
-    """By Cholesky, twice: the second time for what rounding leaves of the first (Yamamoto et al. 2015)."""
-    damping = 1e-14 * torch.eye(axes.shape[2], dtype=axes.dtype, device=axes.device)
-    for _ in range(2):
-        axes = axes / torch.linalg.vector_norm(axes, dim=1, keepdim=True)
-        root = torch.linalg.cholesky_ex(axes.mT @ axes + damping).L
-        axes = torch.linalg.solve_triangular(root, axes.mT, upper=False).mT
-    return axes
+def _independent(axes: Float[Tensor, "s d k"]) -> Float[Tensor, "s d k"]:
+    """Orthonormal, up to rounding that grows with the square of how dependent they were: by Cholesky."""
+    axes = axes / torch.linalg.vector_norm(axes, dim=1, keepdim=True)
+    products = axes.mT @ axes
+    products.diagonal(dim1=1, dim2=2).add_(1e-14)
+    return torch.linalg.solve_triangular(torch.linalg.cholesky_ex(products).L, axes.mT, upper=False).mT
 
 
 def _ritz(matrices: Float[Tensor, "s d d"], axes: Float[Tensor, "s d k"]) -> tuple[Tensor, Tensor, Tensor]:
@@ -116,14 +116,11 @@ def _ritz(matrices: Float[Tensor, "s d d"], axes: Float[Tensor, "s d k"]) -> tup
     return values.clamp_min(0), axes @ turn, images @ turn
 
 
-def _filter(
-    matrices: Float[Tensor, "s d d"], axes: Tensor, images: Tensor, least: Float[Tensor, " s"], degree: int
-) -> Float[Tensor, "s d k"]:
-    """T_q(2C / λ - I) times the axes, T_q the Chebyshev polynomial of that degree and λ the least eigenvalue there."""
-    half = torch.where(least > 0, least / 2, 1)[:, None, None]
-    before, now = axes, images / half - axes
+def _filter(stretched: Float[Tensor, "s d d"], axes: Float[Tensor, "s d k"], degree: int) -> Float[Tensor, "s d k"]:
+    """T_q(B / 2) times the axes, T_q the Chebyshev polynomial of that degree."""
+    before, now = axes, (stretched @ axes).div_(2)
     for _ in range(degree - 1):
-        before, now = now, 2 * (matrices @ now / half - now) - before
+        before, now = now, torch.baddbmm(before, stretched, now, beta=-1)
     return now
 
 

@@ -211,7 +211,7 @@ def permutation_correlations(
         rows = known[:, places[0]]
         pair = x[rows], y[rows][:, places]
         if ranked:
-            pair = ranks(pair[0]), torch.stack([ranks(one) for one in pair[1].T], 1)
+            pair = ranks(pair[0]), ranks(pair[1].T).T
         found |= dict(zip(places, _correlations(*pair, seed, resamples), strict=True))
     return [found[place] for place in range(y.shape[1])]
 
@@ -299,8 +299,9 @@ class Correlation:
     types: int
 
 
-def ranks(values: Float[Tensor, " v"]) -> Float[Tensor, " v"]:
+def ranks(values: Float[Tensor, "*k v"]) -> Float[Tensor, "*k v"]:
     """Ranks from 1, equal values sharing their mean rank: Pearson's r of these is Spearman's."""
-    _, place, counts = torch.unique(values, return_inverse=True, return_counts=True)
-    last = counts.cumsum(0).double()
-    return (last - (counts.double() - 1) / 2)[place]
+    values = values.contiguous()
+    ordered = values.sort(-1).values
+    first, after = (torch.searchsorted(ordered, values, right=right) for right in (False, True))
+    return (first + after + 1).double() / 2
