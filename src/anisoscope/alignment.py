@@ -14,6 +14,7 @@ by their columns:
 import itertools
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -64,9 +65,26 @@ def align(probed: Probed, names: Collection[str], past: Past | None = None) -> A
     With a `past`, also against proxies of earlier checkpoints; only against them where the Spec names them.
     """
     found = {item.name: item for item in all_metrics().values() if item.needs in VIEWS and item.name in names}
-    aligned = Aligned(rows=[], attachments={})
     if not found:
-        return aligned
+        return Aligned(rows=[], attachments={})
+    with _few_threads(probed.gradients.tokens.ids.device):
+        return _align(probed, found, past)
+
+
+@contextmanager
+def _few_threads(device: torch.device) -> Iterator[None]:
+    """Beside a GPU the CPU has only small things to do: waking many threads for them takes longer than they do."""
+    before = torch.get_num_threads()
+    if device.type != "cpu":
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _align(probed: Probed, found: Mapping[str, Metric], past: Past | None) -> Aligned:
+    aligned = Aligned(rows=[], attachments={})
     analysis, own = _Analysis(probed, found), probed.spec.proxy_from is None
     usual = dict.fromkeys(name for item in found.values() for name in item.populations)
     for places in analysis.places(probed.spec.populations or tuple(usual)):

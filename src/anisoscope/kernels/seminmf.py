@@ -11,9 +11,9 @@ never above the second, since the corners of a simplex of r - 1 dimensions reach
 the points may be widened: the error singles out the span of D at best, never D.
 """
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from jaxtyping import Bool, Float
@@ -173,19 +173,23 @@ def _alternate(
     Clouds are looked at every CHECK_EVERY iterations, and in between nothing waits for a GPU. Those that have settled
     leave the others.
     """
-    run = _Run(points, codes, dropped)
+    run = _Run(points, codes, dropped, iterations)
     squares, settled = [[one] for one in run.squares.tolist()], [False] * len(codes)
     here, found = list(range(len(squares))), {}
     for start in range(0, iterations, CHECK_EVERY):
         run.redirect()
         seen = [run.step() for _ in range(min(CHECK_EVERY, iterations - start))]
-        errors, lowered = (torch.stack(part, 1).tolist() for part in zip(*seen, strict=True))
-        for place, mine, going in zip(here, errors, lowered, strict=True):
+        for place, mine in zip(here, torch.stack(seen, 1).tolist(), strict=True):
             history, before = squares[place], squares[place][-1]
-            history.extend(itertools.compress(mine, going))
+            for one in mine:
+                # Steps from Z itself no longer lower the error: what is left is rounding.
+                if len(history) > 1 and one == history[-1] == history[-2]:
+                    settled[place] = True
+                    break
+                history.append(one)
             # A relative change of the error is half that of its square.
-            slow = len(seen) == CHECK_EVERY and before - history[-1] <= 2 * tolerance * history[-1]
-            settled[place] = slow or not going[-1]
+            if len(seen) == CHECK_EVERY and before - history[-1] <= 2 * tolerance * history[-1]:
+                settled[place] = True
         going = [number for number, place in enumerate(here) if not settled[place]]
         if len(going) < len(here) or start + CHECK_EVERY >= iterations:
             found |= {place: (run.codes[number], run.directions[number]) for number, place in enumerate(here)}
@@ -201,47 +205,50 @@ class _Run:
     """Where the factorisations of several clouds are."""
 
     def __init__(
-        self, points: Float[Tensor, "s n d"], codes: Float[Tensor, "s r n"], dropped: Float[Tensor, " s"]
+        self,
+        points: Float[Tensor, "s n d"],
+        codes: Float[Tensor, "s r n"],
+        dropped: Float[Tensor, " s"],
+        iterations: int,
     ) -> None:
         start = codes.new_zeros(*codes.shape[:2], points.shape[2], dtype=torch.float64)
         self.points, self.dropped, self.codes = points, dropped, codes
         self.directions = _least_squares(codes, points, start)
         self.last_codes, self.last_directions = self.codes, self.directions
         self.squares = dropped + _squared_errors(codes, self.directions, points)
-        self.momentum = torch.zeros_like(self.squares)
-        """For how many iterations it has gathered."""
-        self.going = torch.ones_like(self.squares, dtype=torch.bool)
+        self.momentum = torch.zeros(len(codes), dtype=torch.long, device=codes.device)
+        """For how many iterations it has gathered; what it weighs then is kept ready."""
+        gathered = torch.arange(iterations + 1, dtype=torch.float64, device=codes.device)
+        self.weights = (1 + gathered / (gathered + 3))[:, None, None]
 
     def keep(self, chosen: Sequence[int]) -> None:
         """Leave the other clouds behind."""
         index = torch.tensor(chosen, device=self.codes.device)
         for name, held in list(vars(self).items()):
-            setattr(self, name, held[index])
+            if name != "weights":
+                setattr(self, name, held[index])
 
-    def step(self) -> tuple[Float[Tensor, " s"], Bool[Tensor, " s"]]:
-        """An iteration: squared errors after it, and which clouds still go on.
+    def step(self) -> Float[Tensor, " s"]:
+        """An iteration: squared errors after it.
 
         It extrapolates Z and D along their last change, steps Z and solves for D. One that raised the error is undone,
         and the next goes without momentum (Ang and Gillis 2019).
         """
-        weights = (1 + self.momentum / (self.momentum + 3))[:, None, None]
+        weights = self.weights[self.momentum]
         ahead = torch.lerp(self.last_directions, self.directions, weights)
         codes = torch.lerp(self.last_codes, self.codes, weights.to(self.codes))
         codes = _step_codes(codes, *_gradient_step(ahead, self.points))
         directions = _least_squares(codes, self.points, ahead)
         squares = self.dropped + _squared_errors(codes, directions, self.points)
         better = squares <= self.squares
-        # Steps from Z itself no longer lower the error: what is left is rounding.
-        self.going = self.going & (better | (self.momentum > 0))
-        taken = better & self.going
-        self.last_codes, self.codes = _choose(taken, self.codes, self.last_codes), _choose(taken, codes, self.codes)
+        self.last_codes, self.codes = _choose(better, self.codes, self.last_codes), _choose(better, codes, self.codes)
         self.last_directions, self.directions = (
-            _choose(taken, self.directions, self.last_directions),
-            _choose(taken, directions, self.directions),
+            _choose(better, self.directions, self.last_directions),
+            _choose(better, directions, self.directions),
         )
-        self.squares = torch.where(taken, squares, self.squares)
-        self.momentum = torch.where(taken, self.momentum + 1, 0)
-        return self.squares, self.going
+        self.squares = torch.fmin(self.squares, squares)
+        self.momentum = (self.momentum + 1) * better
+        return self.squares
 
     def redirect(self) -> None:
         """Turn directions that no point uses to the points that the others miss most: ZD stays as it is."""
@@ -276,8 +283,7 @@ def _gradient_step(directions: Float[Tensor, "*s r d"], points: Float[Tensor, "*
     for _ in range(4):
         power = power @ power
     sizes = inverse.square() / torch.linalg.matrix_norm(power, keepdim=True).pow(1 / 16).clamp_min(1)
-    shrink = -sizes * gram
-    shrink.diagonal(dim1=-2, dim2=-1).add_(1)
+    shrink = torch.addcmul(_identity(gram.shape[-1], gram.device), sizes, gram, value=-1)
     return shrink.to(points), (sizes * directions).to(points) @ points.mT
 
 
@@ -302,10 +308,22 @@ def _least_squares(
     least squares solution.
     """
     gram, products = (codes @ codes.mT).double(), (codes @ points).double()
-    # Above the rounding of M, which may leave it indefinite; and above zero where no point uses a code.
-    damped = gram.clone()
-    damped.diagonal(dim1=1, dim2=2).mul_(1 + 16 * gram.shape[1] * torch.finfo(codes.dtype).eps).add_(SMALLEST)
-    return start + torch.cholesky_solve(products - gram @ start, torch.linalg.cholesky_ex(damped).L)
+    smallest, more = _damping(gram.shape[1], torch.finfo(codes.dtype).eps, gram.device)
+    damped = torch.addcmul(smallest, gram, more)
+    rest = torch.baddbmm(products, gram, start, alpha=-1)
+    return start + torch.cholesky_solve(rest, torch.linalg.cholesky_ex(damped).L)
+
+
+@lru_cache(maxsize=8)
+def _identity(rank: int, device: torch.device) -> Float[Tensor, "r r"]:
+    return torch.eye(rank, dtype=torch.float64, device=device)
+
+
+@lru_cache(maxsize=8)
+def _damping(rank: int, roundoff: float, device: torch.device) -> tuple[Float[Tensor, "r r"], Float[Tensor, "r r"]]:
+    """What M gets so that it is above zero where no point uses a code, and what lifts it above its rounding."""
+    identity = _identity(rank, device)
+    return SMALLEST * identity, 1 + 16 * rank * roundoff * identity
 
 
 def _residuals(codes: Tensor, directions: Tensor, points: Tensor) -> Float[Tensor, "s n d"]:
