@@ -34,7 +34,7 @@ from anisoscope.held import (
     enrichment_rows,
     hold_against,
 )
-from anisoscope.kernels.gram import limit_on, row_norms
+from anisoscope.kernels.gram import limit_on, norms_of_each
 from anisoscope.metrics import Metric, all_metrics
 from anisoscope.past import Past, sketch
 from anisoscope.probed import Probed, ProbeRow
@@ -160,7 +160,7 @@ class _Analysis:
         typical = [number for number, population in enumerate(populations) if population == "typical"]
         keep = torch.stack([self._members(half, "content" if one == "typical" else one) for one in populations])
         if typical:
-            norms = torch.stack([row_norms(states[number]) for number in typical])
+            norms = norms_of_each([states[number] for number in typical])
             keep[typical] &= norms <= typical_limit(norms, self.probed.spec.typical_k)[:, None]
         return keep
 

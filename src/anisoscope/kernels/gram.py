@@ -6,7 +6,7 @@ Notation: X (n, d) holds the points as rows, X̄ the centred ones, C = X̄ᵀX̄
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -169,7 +169,14 @@ def row_norms(points: Float[Tensor, "n d"]) -> Float[Tensor, " n"]:
     return torch.linalg.vector_norm(exact / torch.where(largest > 0, largest, 1)[:, None], dim=1) * largest
 
 
-def _is_safe(norms: Float[Tensor, " n"]) -> bool:
+def norms_of_each(clouds: Sequence[Float[Tensor, "n d"]]) -> Float[Tensor, "s n"]:
+    """`row_norms` of several, which are looked at once."""
+    norms = [torch.linalg.vector_norm(one.to(working_dtype(one.dtype)), dim=1) for one in clouds]
+    stacked = torch.stack(norms).double()
+    return stacked if _is_safe(stacked) else torch.stack([row_norms(one) for one in clouds])
+
+
+def _is_safe(norms: Float[Tensor, "*s n"]) -> bool:
     low, high = (float(end) for end in norms.aminmax())
     return SAFE_RANGE[0] <= low and high <= SAFE_RANGE[1]
 

@@ -158,19 +158,21 @@ def _beside(
     usable: Sequence[tuple[int, int]],
 ) -> Float[Tensor, "s k m d r"]:
     """Tangent first, next second, then the random ones, for every moment and proxy; zeros where there is less."""
-    every = {}
+    every = []
     for at, place in usable:
         proxy, here = proxies[at][place], spaces[at][place]
         assert here is not None
-        own = torch.stack([proxy.basis, proxy.following[:, : proxy.rank]])
-        every[at, place] = torch.cat([own, here.normal_bases[:LED_DRAWS]])
+        every.append((proxy.basis, proxy.following[:, : proxy.rank], here.normal_bases[:LED_DRAWS]))
     most = max(len(mine) for mine in proxies)
-    if len(every) == len(moments) * most and len({one.shape for one in every.values()}) == 1:
-        return torch.stack(list(every.values())).unflatten(0, (-1, most)).to(moments)
-    draws, dim, rank = max(one.shape for one in every.values())
-    found = moments.new_zeros(len(moments), most, draws, dim, rank)
-    for (at, place), one in every.items():
-        found[at, place, :, :, : one.shape[2]] = one
+    if len(every) == len(moments) * most and len({one[2].shape for one in every}) == 1:
+        tangent, following, normal = (torch.stack(part) for part in zip(*every, strict=True))
+        stacked = torch.cat([tangent[:, None], following[:, None], normal], 1)
+        return stacked.unflatten(0, (-1, most)).to(moments)
+    draws, dim, rank = max(normal.shape for *_, normal in every)
+    found = moments.new_zeros(len(moments), most, 2 + draws, dim, rank)
+    for (at, place), parts in zip(usable, every, strict=True):
+        mine = found[at, place, :, :, : parts[0].shape[1]]
+        mine[0], mine[1], mine[2:] = parts
     return found
 
 
