@@ -23,7 +23,8 @@ SPARE_AXES = 8
 SETTLED, ROUNDING = 1e-6, 1e-13
 # How far one filter may pull λ₁ ahead of the least of the axes: twice as many digits are left in the products of axes.
 GROWTH, MOST_DEGREE = 1e6, 24
-FILTERS, LOOKS = 4, 12
+# Filters from one look to the next: a look makes a GPU wait for the host.
+FILTERS, LOOKS = {"cpu": 4, "cuda": 6}, 12
 # Products with C, which need no look, before the first one: after it filters know where to cut.
 POWERS = 4
 # Lanczos steps for a leading eigenvalue: the tests find it within 1e-8, and within 1e-6 in float32.
@@ -75,7 +76,7 @@ def leading_axes(
             # B = 2(2C / λ - I), whose Chebyshev polynomials of half of it grow above λ alone, λ the least of the axes.
             stretched = exact * (4 / torch.where(least > 0, least, 1))[:, None, None]
             stretched.diagonal(dim1=1, dim2=2).sub_(2)
-            for number in range(FILTERS):
+            for number in range(limit_on(FILTERS, exact)):
                 axes = _filter(stretched, axes if number == 0 else _independent(axes), degree)
     return _whole(matrices, width)
 

@@ -12,6 +12,7 @@ All of it depends on the gradients through one matrix, C = GᵀG:   E(Q) = ‖GQ
 N6, paired windows, needs more than C: see windows.py.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -151,7 +152,9 @@ def _spaces_of_rank(
         omega = _uniform_spaces(draws, rank, dim, seed, bases.dtype, bases.device)[start : start + step]
         along = _against(omega.flatten(0, 1) @ seen.beside, rank)
         # WWᵀ = I - (ΩQ)(ΩQ)ᵀ = LLᵀ: the rows of L⁻¹W are an orthonormal basis.
-        root = torch.linalg.cholesky(identity - along @ along.mT)
+        root, failed = torch.linalg.cholesky_ex(identity - along @ along.mT)
+        # NaN, and not an error, which would wait for a GPU.
+        root = torch.where(failed[..., None, None] > 0, math.nan, root)
         root = torch.linalg.solve_triangular(root, identity.expand_as(root), upper=False)
         parts.append(seen.look(omega, along, root))
         if led and kept.shape[2] < keep:

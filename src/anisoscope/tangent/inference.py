@@ -57,6 +57,10 @@ class Permutations:
     def __len__(self) -> int:
         return len(self.chosen)
 
+    def to(self, device: torch.device) -> "Permutations":
+        """The same on another device."""
+        return Permutations(rings=self.rings.to(device), chosen=self.chosen.to(device))
+
     @property
     def orders(self) -> Int[Tensor, "m w"]:
         """Each written out."""

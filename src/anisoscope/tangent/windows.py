@@ -138,6 +138,8 @@ class Pairing:
         """
         bases = bases.to(self.values)
         several, count, _, rank = bases.shape
+        # First, because it asks how many directions the bases span.
+        permuted = bases.new_empty(several, count, 0) if self.note else self.permuted_energies(bases)
         inside = _times(self.values, _beside(bases))
         squares = torch.linalg.vector_norm(inside.flatten(1, 2), dim=1).double().square()
         each = several * count * rank * self.values.shape[1]
@@ -148,7 +150,7 @@ class Pairing:
         shares = squares.view(several, count, rank).sum(2) / torch.where(spread > 0, spread, math.nan)
         return PairedIn(
             products=(flat @ flat.mT).double(),
-            permuted=self.permuted_energies(bases) if self.note is None else squares.new_empty(several, count, 0),
+            permuted=permuted.double(),
             variance_shares=shares,
         )
 
@@ -220,7 +222,8 @@ def pair_each(
     count = stacked[0].shape[1]
     enough = count >= LEAST_WINDOWS
     note = None if enough else f"{count} windows; a permuted null needs at least {LEAST_WINDOWS}"
-    permutations = draw_permutations(draws if enough else 0, count, seed)
+    # Copied once, and now: later a copy would wait for all that a GPU has been given to do.
+    permutations = draw_permutations(draws if enough else 0, count, seed).to(values.device)
     return Pairing(values=stacked[0], gradients=stacked[1], permutations=permutations, note=note)
 
 
@@ -290,7 +293,7 @@ def _squares_by_turns(
 
 def _turn(gradients: Tensor, values: Tensor, bases: Tensor, permutations: Permutations) -> Float[Tensor, "s _ m"]:
     several, count, length, rank = values.shape
-    rings, size = permutations.rings.to(values.device), bases.shape[1]
+    rings, size = permutations.rings, bases.shape[1]
     squares = torch.zeros(several, 1 + size, count, len(rings), dtype=torch.float64, device=values.device)
     if not len(permutations):
         return squares.flatten(2)[:, :, :0]
@@ -317,7 +320,7 @@ def _turn(gradients: Tensor, values: Tensor, bases: Tensor, permutations: Permut
             inside = found[..., : bases.shape[2]].flatten(1, 3) @ _beside(bases)
             lengths = inside.view(*found.shape[:4], -1).square().sum(3).double()
             squares[:, 1:] += lengths.unflatten(3, (size, -1)).sum(4).movedim(3, 1)
-    return squares.mT.flatten(2)[:, :, permutations.chosen.to(values.device)]
+    return squares.mT.flatten(2)[:, :, permutations.chosen]
 
 
 @lru_cache(maxsize=4)
@@ -354,14 +357,14 @@ def _meet(gradients: Tensor, values: Tensor, permutations: Permutations) -> tupl
         blocks[:, start : start + step, start:] = table.transpose(2, 3)
         if start + step < count:
             blocks[:, start + step :, start : start + step] = table[:, :, :, step:].permute(0, 3, 1, 4, 2)
-    rings, place = permutations.rings.to(values.device), torch.arange(count, device=values.device)
+    rings, place = permutations.rings, torch.arange(count, device=values.device)
     beside = _products_along(values[:, rings[0]]).flatten(3)
     # Row k, column u: where the window at place u of the first ring is after k turns.
     turned = (place[:, None] + place) % count
     squares = torch.zeros(several, *rings.shape, dtype=torch.float64, device=values.device)
     products, half = squares.new_zeros(several, count, count), beside.shape[1]
     # Pairs that are -δ apart give the same; 0 and half the ring are their own negatives.
-    weights = torch.tensor([1 if 2 * apart in (0, count) else 2 for apart in range(half)], device=values.device)
+    weights = torch.where(2 * place[:half] % count == 0, 1, 2)
     step = max(1, limit_on(TABLE_ELEMENTS, values) // (2 * several * rings.numel() * length**2))
     for start in range(0, half, step):
         some = slice(start, min(start + step, half))
@@ -372,7 +375,7 @@ def _meet(gradients: Tensor, values: Tensor, permutations: Permutations) -> tupl
         squares += (weights[some, None, None] * table[..., turned, place].double().sum(4)).sum(1)
         own = table[:, :, 0].diagonal(dim1=2, dim2=3).double()
         products[:, rings[0], further[:, 0]] = products[:, further[:, 0], rings[0]] = own
-    return squares.flatten(1)[:, permutations.chosen.to(values.device)], products
+    return squares.flatten(1)[:, permutations.chosen], products
 
 
 def _products_along(ring: Float[Tensor, "s w t d"]) -> Float[Tensor, "s f w t t"]:
