@@ -73,7 +73,7 @@ def leading_axes(
             least = values[:, -1].clamp_min(ROUNDING * values[:, 0])
             ahead = (2 * values[:, 0] / least - 1).clamp_min(1 + ROUNDING)
             degree = int((math.log(2 * GROWTH) / torch.acosh(ahead)).clamp(1, MOST_DEGREE).min())
-            # B = 2(2C / λ - I), whose Chebyshev polynomials of half of it grow above λ alone, λ the least of the axes.
+            # B = 2(2C / λ - I), λ the least eigenvalue in the axes: T_q(B / 2) grows above λ alone.
             stretched = exact * (4 / torch.where(least > 0, least, 1))[:, None, None]
             stretched.diagonal(dim1=1, dim2=2).sub_(2)
             for number in range(limit_on(FILTERS, exact)):
