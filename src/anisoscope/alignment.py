@@ -48,7 +48,7 @@ GRADIENTS = ("virtual", "activation")
 PROXIES = ("pca", "seminmf")
 CONTROLS = ("type_disjoint",)
 # Numbers of states whose places are looked at together: as many as caches hold, or as a GPU is busy with.
-FITTED_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 27}
+FITTED_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 26}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
