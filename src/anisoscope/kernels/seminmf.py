@@ -292,11 +292,12 @@ def _step_codes(codes: Tensor, shrink: Tensor, shift: Tensor) -> Tensor:
 
     They need r times fewer and larger products, so they pull ahead at larger r and on a GPU.
     """
-    ahead = codes
-    for step in range(CODE_STEPS - 1):
+    previous = codes
+    for step in range(CODE_STEPS):
+        # The first two have no momentum yet.
+        ahead = codes if step < 2 else torch.lerp(previous, codes, 1 + (step - 1) / (step + 2))
         previous, codes = codes, torch.baddbmm(shift, shrink, ahead).clamp_min_(0)
-        ahead = torch.lerp(previous, codes, 1 + step / (step + 3))
-    return torch.baddbmm(shift, shrink, ahead).clamp_min_(0)
+    return codes
 
 
 def _least_squares(
