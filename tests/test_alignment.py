@@ -15,7 +15,9 @@ from anisoscope.corpora import load_corpus
 from anisoscope.errors import SpecError
 from anisoscope.gauge import seed_for
 from anisoscope.gradients import capture_gradients
+from anisoscope.layout import select_sites
 from anisoscope.models import Model, load_model
+from anisoscope.probed import Probed
 from anisoscope.probes import draw_probe
 from anisoscope.records import Record, Site
 
@@ -123,6 +125,39 @@ def test_places_that_are_fitted_side_by_side_have_the_same_numbers(
         place = (one.metric, one.site, one.population, one.gradient, one.proxy, one.variant, one.control)
         # Products of several places are rounded otherwise than those of one.
         assert two.value == pytest.approx(one.value, rel=2e-6, abs=2e-6, nan_ok=True), place
+
+
+def test_places_have_the_tokens_of_their_population(decoder: Model) -> None:
+    spec = spec_for(sites=("embed", "block.4"))
+    probed = Probed(
+        model=decoder,
+        probe=draw_probe(spec, decoder.tokenizer, load_corpus("pydoc")),
+        sites=select_sites(decoder.layout, spec.sites),
+        spec=spec,
+    )
+    named = ("all", "content", "typical", "types", "matched")
+    places = [place for some in alignment._Analysis(probed, {}).places(named) for place in some]
+    assert len(places) == 2 * len(named)
+    for place in places:
+        states, tokens = probed.fit_states[place.site], probed.fit_tokens(place.fitted.device)
+        assert torch.equal(place.fitted, states[probed.members(place.population, states, tokens)])
+        tested = probed.members(place.population, place.here.values, probed.gradients.tokens)
+        assert torch.equal(place.keep.nonzero().flatten(), tested)
+
+
+def test_threads_come_back_whatever_happens() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with alignment._few_threads(torch.device("cpu")):
+            assert torch.get_num_threads() == 2
+        few = alignment._few_threads(torch.device("cuda"))
+        few.__enter__()
+        assert torch.get_num_threads() == 1
+        assert not few.__exit__(ValueError, ValueError("on the way"), None)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_energies_are_those_of_plain_sums(unit: an.Unit, decoder: Model) -> None:

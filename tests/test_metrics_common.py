@@ -17,7 +17,7 @@ from torch import Tensor
 from anisoscope import estimates
 from anisoscope.cloud import Cloud, Tokens
 from anisoscope.errors import AnisoscopeError, SpecError, StatesError
-from anisoscope.estimates import Evaluated, estimate, evaluate
+from anisoscope.estimates import Evaluated, answer_once, estimate, evaluate, judge, summarize
 from anisoscope.metrics import Metric, all_metrics, declaration, find_metrics, metric
 from anisoscope.records import POPULATIONS, Spec
 from anisoscope.weights import POPULATION as ROWS
@@ -732,6 +732,14 @@ def test_settings_outside_their_range_are_refused(setting: str, value: Any) -> N
 def test_scales_that_are_not_declared_are_refused() -> None:
     with pytest.raises(SpecError, match="unknown metric 'gride_3'"):
         estimate(ordinary_points(), ["intrinsic_dimension"], gride_scales=(2, 3))
+
+
+@pytest.mark.parametrize("name", ["tangent_excess", "tangent_energy", "twonn"])
+@pytest.mark.parametrize(("value", "points"), [(0.3, 500), (math.nan, 500), (0.3, 1)])
+def test_one_answer_is_that_of_a_single_batch(name: str, value: float, points: int) -> None:
+    metric, settings = all_metrics()[name], {"discard_fraction": 0.1}
+    one = answer_once(metric, value, points, 24, settings)
+    assert repr(one) == repr(summarize([judge(metric, value, points, 0, 24, settings)], metric, 24, settings))
 
 
 def test_settings_reach_the_metrics_that_declare_them() -> None:

@@ -12,7 +12,7 @@ from anisoscope.claims.resampling import benjamini_hochberg
 from anisoscope.errors import SpecError, StatesError
 from anisoscope.tangent import controls, proxies
 from anisoscope.tangent import windows as windowed
-from anisoscope.tangent.anisotropy import LED_DRAWS, anisotropy_share, gradient_leading_variance
+from anisoscope.tangent.anisotropy import LED_DRAWS, anisotropy_share, find_leading, gradient_leading_variance
 from anisoscope.tangent.clouds import center_clouds, pad_clouds
 from anisoscope.tangent.controls import energy_of, random_spaces, random_spaces_beside, second_moment, sign_energies
 from anisoscope.tangent.dynamics import turn_between, update_alignment
@@ -260,6 +260,23 @@ def test_float32_normals_are_exact_where_hardly_anything_is_left_for_them(power:
     basis = torch.linalg.svd(rows).Vh[:6].T
     one, other = (random_spaces(second_moment(some), basis.to(some)).normal for some in (rows, rows.float()))
     torch.testing.assert_close(one, other, rtol=0, atol=5e-6 * 6 / 120)
+
+
+def test_normals_beside_what_is_no_basis_are_unknown() -> None:
+    moment, basis = second_moment(decaying(500, 120)), orthonormal(120, 6, seed=2)
+    assert bool(random_spaces(moment, basis, draws=30).normal.isfinite().all())
+    assert bool(random_spaces(moment, 9 * basis, draws=30).normal.isnan().all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_leading_shares_are_those_of_whole_decompositions(dtype: torch.dtype) -> None:
+    # Falling, flat, and with two at the top that are nearly equal.
+    several = [decaying(400, 300), normal(400, 300), decaying(400, 300)]
+    several[2] = several[2] @ torch.diag(torch.cat([torch.ones(2, dtype=torch.float64) * 9, torch.ones(298)]))
+    moments = torch.stack([second_moment(one) for one in several]).to(dtype)
+    values = torch.linalg.eigvalsh(moments.double())
+    shares = torch.tensor(find_leading(moments, 16).shares, dtype=torch.float64)
+    torch.testing.assert_close(shares, values[:, -1] / values.sum(1), rtol=1e-7, atol=0)
 
 
 @pytest.mark.parametrize("held", [1, 1 << 20])

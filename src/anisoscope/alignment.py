@@ -74,9 +74,11 @@ def align(probed: Probed, names: Collection[str], past: Past | None = None) -> A
 @contextmanager
 def _few_threads(device: torch.device) -> Iterator[None]:
     """Beside a GPU the CPU has only small things to do: waking many threads for them takes longer than they do."""
+    if device.type == "cpu":
+        yield
+        return
     before = torch.get_num_threads()
-    if device.type != "cpu":
-        torch.set_num_threads(1)
+    torch.set_num_threads(1)
     try:
         yield
     finally:

@@ -249,10 +249,10 @@ def _energies(
 ) -> list[list[Interval]]:
     """E of each place and basis, with the interval over documents; of places with the same documents side by side."""
     several, count, last = squares.shape
-    groups = torch.arange(count) if documents is None else torch.unique(documents.cpu(), return_inverse=True)[1]
-    kept = torch.ones(several, count, dtype=torch.bool) if keep is None else keep.cpu()
-    sums = squares.new_zeros(int(groups.max()) + 1, several, last).index_add_(0, groups, squares.transpose(0, 1))
-    present = squares.new_zeros(several, len(sums)).index_add_(1, groups, kept.double()) > 0
+    groups = torch.arange(count) if documents is None else documents.cpu()
+    kept = torch.ones(several, count) if keep is None else keep.cpu()
+    sums = sum_groups(squares.transpose(0, 1).flatten(1), groups).unflatten(1, (several, last))
+    present = sum_groups(kept.T.double(), groups).T > 0
     found: dict[int, list[Interval]] = {}
     for here in same_rows(present):
         some = sums[present[here[0]]][:, here]

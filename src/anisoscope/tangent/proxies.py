@@ -54,7 +54,8 @@ class Proxy:
     shares: Float[Tensor, " _"] | None = None
     """The same of each direction of the basis and of the following ones, where it is known; float64, on the CPU."""
     distance: float = math.nan
-    """Root mean square distance of the fit states (the last checkpoint's) from their mean."""
+    """Root mean square distance of the fit states (the last checkpoint's) from their mean; their length, where they are
+    not centred."""
 
     @property
     def rank(self) -> int:
