@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from anisoscope.errors import SpecError, StatesError
-from anisoscope.kernels import seminmf
+from anisoscope.kernels import has_triton, seminmf
 from anisoscope.kernels.seminmf import encode, semi_nmf
 
 # Rises of the relative error that rounding may cause, also in the last step that normalises the directions.
@@ -372,3 +372,49 @@ def test_cpu_and_gpu_agree() -> None:
         assert torch.allclose(there.errors, here.errors, rtol=1e-4)
         assert torch.allclose(there.directions.cpu(), here.directions, atol=1e-2)
         assert torch.allclose(encode(points.cuda(), there.directions).cpu(), encode(points, here.directions), rtol=0.05)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available() or not has_triton(), reason="no CUDA device or no triton")
+@pytest.mark.parametrize("rank", [1, 5, 16, 23])
+def test_one_kernel_does_what_the_operations_of_an_iteration_do(rank: int) -> None:
+    from anisoscope.kernels.alternation import can_iterate, iterate
+
+    clouds = [decaying(700, 70), mixed(700, 70, 6) + 0.1 * normal(700, 70, seed=9), normal(700, 70)]
+    points = torch.stack(clouds).float().cuda()[:, :, : 4 * rank]
+    assert can_iterate(points, rank)
+    codes = seminmf._start(points, rank, torch.Generator().manual_seed(0))
+    codes[1, 0] = 0
+    run = seminmf._Run(points, codes, torch.rand(3, dtype=torch.float64).cuda(), 40)
+    for _ in range(3):
+        before = [getattr(run, name) for name in seminmf.PROGRESS]
+        copies = [one.clone() for one in before]
+        seen, made = iterate(run.points, run.dropped, before, 12)
+        single = torch.stack([run._step() for _ in range(12)], 1)
+        assert all(map(torch.equal, before, copies))
+        torch.testing.assert_close(seen, single, rtol=1e-5, atol=0)
+        assert torch.equal(seen[:, -1], made[4])
+        residuals = seminmf._squared_errors(made[0], made[2], run.points) + run.dropped
+        torch.testing.assert_close(residuals, made[4], rtol=1e-6, atol=0)
+        # Both forget where they were: small differences would grow.
+        vars(run).update(zip(seminmf.PROGRESS, made, strict=True))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
+@pytest.mark.parametrize("name", DEGENERATE)
+def test_degenerate_clouds_are_reproduced_on_a_gpu(name: str) -> None:
+    points = DEGENERATE[name]().float()
+    found = semi_nmf(points.cuda(), 8, seed=0)
+    assert bool((found.codes >= 0).all())
+    error = float((points - (found.codes @ found.directions).cpu()).norm())
+    assert error <= DEGENERATE_TOLERANCE[torch.float32] * float(points.norm())
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
+def test_clouds_side_by_side_on_a_gpu_are_factorised_as_if_each_were_alone() -> None:
+    clouds = [decaying(400, 60), mixed(300, 60, 6) + 0.1 * normal(300, 60, seed=9), normal(250, 60)]
+    clouds = [one.float().cuda() for one in clouds]
+    together = seminmf.semi_nmfs(clouds, 6, seed=2, tolerance=1e-3)
+    for cloud, found in zip(clouds, together, strict=True):
+        alone = semi_nmf(cloud, 6, seed=2, tolerance=1e-3)
+        assert len(found.errors) == len(alone.errors)
+        torch.testing.assert_close(found.errors, alone.errors, rtol=1e-5, atol=1e-6)

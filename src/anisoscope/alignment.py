@@ -93,8 +93,7 @@ def _align(probed: Probed, found: Mapping[str, Metric], past: Past | None) -> Al
         held, fits = analysis.hold(places), analysis.fit(places)
         if own:
             aligned.rows.extend(analysis.at(held, fits))
-            for place, proxies in zip(places, fits, strict=True):
-                aligned.attachments.update(sketch(place.site, place.population, proxies))
+            aligned.attachments.update(sketch([(place.site, place.population) for place in places], fits))
         if past is not None:
             aligned.rows.extend(analysis.against_past(held, fits, past))
     if own:

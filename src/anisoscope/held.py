@@ -4,6 +4,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -70,17 +71,24 @@ class Held:
         self.squares: dict[tuple[int, str], Tensor] = {}
         """‖Qᵀa‖² and ‖a‖² of the activation gradients, for each place and proxy they were held against."""
         here = torch.stack([place.here.gradients for place in places])
-        moments = []
-        for name in self.gradients:
-            if name == "activation":
-                self.rows = torch.where(self.keep[..., None], here, 0)
-                moments.append(second_moments(self.rows))
-            else:
-                values = torch.stack([place.here.values for place in places])
-                self.pairing = pair_each(values, here, self.shown.windows, keep=self.keep, seed=self.seed)
-                moments.append(self.pairing.moments)
-        self.moments = torch.stack(moments, 1) if moments else None
+        if "activation" in self.gradients:
+            self.rows = torch.where(self.keep[..., None], here, 0)
+        if set(self.gradients) - {"activation"}:
+            values = torch.stack([place.here.values for place in places])
+            self.pairing = pair_each(values, here, self.shown.windows, keep=self.keep, seed=self.seed)
+
+    @cached_property
+    def moments(self) -> Float[Tensor, "s g d d"]:
         """Of each place and gradient."""
+        found = []
+        for name in self.gradients:
+            if self.pairing is not None and name != "activation":
+                found.append(self.pairing.moments)
+            else:
+                assert self.rows is not None
+                # The pairing has looked at them too.
+                found.append(second_moments(self.rows, finite=self.pairing is not None))
+        return torch.stack(found, 1)
 
     def _row(self, at: int, metric: str, view: Any, columns: Mapping[str, Any], points: int | None = None) -> ProbeRow:
         """A row of a place; about tokens, unless it comes with points of another kind."""
@@ -255,7 +263,7 @@ def hold_against(held: Held, candidates: Sequence[Sequence[Candidate]], *, own: 
     Where these are its `own`, also what is left of anisotropy without those that are plain proxies, and their energies
     by token frequency.
     """
-    if held.moments is None:
+    if not held.gradients:
         return [[] for _ in held.places]
     usable = [[one for one in mine if one[1].rank > 0] for mine in candidates]
     if not any(usable):

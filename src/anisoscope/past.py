@@ -6,7 +6,7 @@ frozen      of all checkpoints in the first 30 % of the training steps, pooled (
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,21 +25,24 @@ Arrays = Mapping[str, np.ndarray]
 """The attachments of a unit."""
 
 
-def sketch(site: Site, population: str, proxies: Mapping[str, Proxy]) -> dict[str, np.ndarray]:
-    """What is kept of the proxies of a site: 2r principal axes with their shares of the variance, the cone's basis.
+def sketch(places: Iterable[tuple[Site, str]], fits: Iterable[Mapping[str, Proxy]]) -> dict[str, np.ndarray]:
+    """What is kept of the proxies of sites: 2r principal axes with their shares of the variance, the cone's basis.
 
-    Half precision: it turns a direction by about 1e-3.
+    Half precision: it turns a direction by about 1e-3. From a GPU in one copy.
     """
-    main = proxies["pca"]
-    assert main.shares is not None
-    kept = {
-        "axes": torch.cat([main.basis, main.following], 1),
-        "shares": main.shares,
-        "mean": main.mean / main.distance,
-        **({"cone": proxies["seminmf"].basis} if "seminmf" in proxies else {}),
-    }
-    prefix = _prefix(site, population)
-    return {f"{prefix}.{name}": one.cpu().numpy().astype(np.float16) for name, one in kept.items()}
+    kept: dict[str, Tensor] = {}
+    shares: dict[str, np.ndarray] = {}
+    for (site, population), proxies in zip(places, fits, strict=True):
+        main, prefix = proxies["pca"], _prefix(site, population)
+        assert main.shares is not None
+        kept[f"{prefix}.axes"] = torch.cat([main.basis, main.following], 1)
+        shares[f"{prefix}.shares"] = main.shares.numpy().astype(np.float16)
+        kept[f"{prefix}.mean"] = main.mean / main.distance
+        if "seminmf" in proxies:
+            kept[f"{prefix}.cone"] = proxies["seminmf"].basis
+    flat = torch.cat([one.half().flatten() for one in kept.values()]).cpu().numpy()
+    parts = np.split(flat, np.cumsum([one.numel() for one in kept.values()])[:-1])
+    return shares | {name: part.reshape(one.shape) for (name, one), part in zip(kept.items(), parts, strict=True)}
 
 
 def _prefix(site: Site, population: str) -> str:

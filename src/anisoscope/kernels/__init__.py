@@ -1,4 +1,4 @@
-"""The arithmetic that must be fast: plain torch, with Triton twins in `fused`."""
+"""The arithmetic that must be fast: plain torch, with Triton twins in `fused` and `alternation`."""
 
 import functools
 import importlib.util
@@ -6,5 +6,5 @@ import importlib.util
 
 @functools.cache
 def has_triton() -> bool:
-    """Whether `fused` can be imported."""
+    """Whether the Triton twins can be imported."""
     return importlib.util.find_spec("triton") is not None

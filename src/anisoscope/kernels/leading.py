@@ -35,7 +35,7 @@ LANCZOS_LOOKS, SETTLED_LEADING = (4, 6, 8, 10, 12, 16, 20, 24, 32, 40), 1e-5
 # How much of a start is random: far more than SETTLED_LEADING, so that nothing settles which something outgrows.
 RANDOM_START = 1e-3
 # Numbers that a search for leading eigenvalues holds at one time: as many as caches hold, or as a GPU is busy with.
-HELD_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 26}
+HELD_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 28}
 
 
 def leading_axes(

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from anisoscope.errors import SpecError, StatesError
+from anisoscope.kernels import has_triton
 from anisoscope.kernels.gram import for_products, power_of_two, squared_norms, working_dtype
 
 # m / r, and products with AᵀA that turn random vectors towards Q. The error is within 2e-5 of that without compression
@@ -37,6 +38,8 @@ ENCODE_TOLERANCE = 1e-8
 ENCODE_STEPS = 20_000
 # Far below the square of any code or length.
 SMALLEST = 1e-250
+# What iterations change of a `_Run`.
+PROGRESS = ("codes", "last_codes", "directions", "last_directions", "squares", "momentum")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,8 +181,8 @@ def _alternate(
     here, found = list(range(len(squares))), {}
     for start in range(0, iterations, CHECK_EVERY):
         run.redirect()
-        seen = [run.step() for _ in range(min(CHECK_EVERY, iterations - start))]
-        for place, mine in zip(here, torch.stack(seen, 1).tolist(), strict=True):
+        seen = run.advance(min(CHECK_EVERY, iterations - start)).tolist()
+        for place, mine in zip(here, seen, strict=True):
             history, before = squares[place], squares[place][-1]
             for one in mine:
                 # Steps from Z itself no longer lower the error: what is left is rounding.
@@ -188,7 +191,7 @@ def _alternate(
                     break
                 history.append(one)
             # A relative change of the error is half that of its square.
-            if len(seen) == CHECK_EVERY and before - history[-1] <= 2 * tolerance * history[-1]:
+            if len(mine) == CHECK_EVERY and before - history[-1] <= 2 * tolerance * history[-1]:
                 settled[place] = True
         going = [number for number, place in enumerate(here) if not settled[place]]
         if len(going) < len(here) or start + CHECK_EVERY >= iterations:
@@ -228,12 +231,22 @@ class _Run:
             if name != "weights":
                 setattr(self, name, held[index])
 
-    def step(self) -> Float[Tensor, " s"]:
-        """An iteration: squared errors after it.
+    def advance(self, count: int) -> Float[Tensor, "s t"]:
+        """So many iterations: squared errors after each.
 
-        It extrapolates Z and D along their last change, steps Z and solves for D. One that raised the error is undone,
-        and the next goes without momentum (Ang and Gillis 2019).
+        One extrapolates Z and D along their last change, steps Z and solves for D. Where it raised the error it is
+        undone, and the next goes without momentum (Ang and Gillis 2019).
         """
+        if self.points.is_cuda and has_triton():
+            from anisoscope.kernels.alternation import can_iterate, iterate
+
+            if can_iterate(self.points, self.codes.shape[1]):
+                seen, progress = iterate(self.points, self.dropped, [getattr(self, name) for name in PROGRESS], count)
+                vars(self).update(zip(PROGRESS, progress, strict=True))
+                return seen
+        return torch.stack([self._step() for _ in range(count)], 1)
+
+    def _step(self) -> Float[Tensor, " s"]:
         weights = self.weights[self.momentum]
         ahead = torch.lerp(self.last_directions, self.directions, weights)
         codes = torch.lerp(self.last_codes, self.codes, weights.to(self.codes))
@@ -320,11 +333,16 @@ def _identity(rank: int, device: torch.device) -> Float[Tensor, "r r"]:
     return torch.eye(rank, dtype=torch.float64, device=device)
 
 
+def damping(rank: int, roundoff: float) -> float:
+    """ρ: what lifts M above its rounding."""
+    return 16 * rank * roundoff
+
+
 @lru_cache(maxsize=8)
 def _damping(rank: int, roundoff: float, device: torch.device) -> tuple[Float[Tensor, "r r"], Float[Tensor, "r r"]]:
-    """What M gets so that it is above zero where no point uses a code, and what lifts it above its rounding."""
+    """What M gets so that it is above zero where no point uses a code, and what it is multiplied by."""
     identity = _identity(rank, device)
-    return SMALLEST * identity, 1 + 16 * rank * roundoff * identity
+    return SMALLEST * identity, 1 + damping(rank, roundoff) * identity
 
 
 def _residuals(codes: Tensor, directions: Tensor, points: Tensor) -> Float[Tensor, "s n d"]:

@@ -40,11 +40,11 @@ def second_moment(rows: Float[Tensor, "n d"]) -> Float[Tensor, "d d"]:
     return second_moments(rows[None])[0]
 
 
-def second_moments(rows: Float[Tensor, "s n d"]) -> Float[Tensor, "s d d"]:
-    """The same of several places."""
+def second_moments(rows: Float[Tensor, "s n d"], *, finite: bool = False) -> Float[Tensor, "s d d"]:
+    """The same of several places; where they are known to be finite, nothing waits for a GPU."""
     raw = rows.to(working_dtype(rows.dtype))
     largest = raw.abs().amax((1, 2)).double()
-    if not bool(largest.isfinite().all()):
+    if not finite and not bool(largest.isfinite().all()):
         raise StatesError("gradients must be finite, and some are NaN or infinite; drop them first")
     scaled = for_products(raw / power_of_two(largest).to(raw.dtype)[:, None, None])
     moments = scaled.mT @ scaled
@@ -121,7 +121,8 @@ def random_spaces_beside(
         size = max(1, limit_on(DRAWN_ELEMENTS, moments) // (count * draws * rank * dim))
         for start in range(0, len(members), size):
             some = members[start : start + size]
-            against = moments if len(some) == len(moments) else moments[[at for at, _ in some]]
+            # Not by an index, which a GPU would have to be sent: that waits for all it has been given to do.
+            against = moments if len(some) == len(moments) else torch.stack([moments[at] for at, _ in some])
             against = against.double() if exact else against
             axes = torch.stack([torch.stack([bases[at][place] for place in places]) for at, places in some])
             axes = axes.to(against)

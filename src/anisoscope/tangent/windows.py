@@ -91,7 +91,8 @@ class Pairing:
     @cached_property
     def moments(self) -> Float[Tensor, "s d d"]:
         """GᵀG over its trace."""
-        return second_moments(self.gradient)
+        # Of states and gradients whose squares add up to one.
+        return second_moments(self.gradient, finite=True)
 
     @cached_property
     def permuted_squares(self) -> Float[Tensor, "s m"]:
