@@ -16,7 +16,7 @@ from anisoscope.tangent.anisotropy import LED_DRAWS, anisotropy_share, find_lead
 from anisoscope.tangent.clouds import center_clouds, pad_clouds
 from anisoscope.tangent.controls import energy_of, random_spaces, random_spaces_beside, second_moment, sign_energies
 from anisoscope.tangent.dynamics import turn_between, update_alignment
-from anisoscope.tangent.energies import coupled_alignment, energy_sums, uncoupled_alignment
+from anisoscope.tangent.energies import coupled_alignment, row_squares, uncoupled_alignment
 from anisoscope.tangent.frequency import bin_tokens, energy_by_frequency
 from anisoscope.tangent.inference import (
     draw_permutations,
@@ -26,6 +26,7 @@ from anisoscope.tangent.inference import (
     permutation_p,
     ranks,
     ratio_of_sums,
+    sum_groups,
 )
 from anisoscope.tangent.local import local_alignment
 from anisoscope.tangent.means import without_mean
@@ -543,9 +544,10 @@ def test_the_jackknife_is_that_of_windows_left_out() -> None:
     assert found.high - found.value == pytest.approx(2.306004 * error, rel=1e-5)
 
 
-def test_energy_sums_by_document() -> None:
+def test_energies_add_up_by_document() -> None:
     rows, basis = normal(6, 4), orthonormal(4, 2)
-    above, below = energy_sums(rows, basis, torch.tensor([5, 2, 5, 2, 2, 9]))
+    squares = row_squares(rows[None], basis[None, None])[0]
+    above, below = sum_groups(squares, torch.tensor([5, 2, 5, 2, 2, 9])).T
     assert float(below[0]) == pytest.approx(float(rows[[1, 3, 4]].square().sum()))
     assert float(above[2]) == pytest.approx(float((rows[5] @ basis).square().sum()))
 

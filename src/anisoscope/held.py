@@ -68,7 +68,7 @@ class Held:
         self.kept, self.types = self.keep.cpu(), self.shown.tokens.ids.cpu()
         self.points = self.kept.sum(1).tolist()
         self.pairing, self.rows = None, None
-        self.squares: dict[tuple[int, str], Tensor] = {}
+        self.squares: dict[tuple[int, str], tuple[Tensor, Tensor]] = {}
         """‖Qᵀa‖² and ‖a‖² of the activation gradients, for each place and proxy they were held against."""
         here = torch.stack([place.here.gradients for place in places])
         if "activation" in self.gradients:
@@ -105,14 +105,14 @@ class Held:
         )
 
     def project(self, candidates: Sequence[Sequence[Candidate]]) -> Float[Tensor, "s n _"] | None:
-        """‖Qᵀa‖² of the activation gradients for each candidate and, last, ‖a‖², on the CPU; of plain proxies kept."""
+        """‖Qᵀa‖² of the activation gradients for each candidate and, last, ‖a‖²; of plain proxies kept."""
         if self.rows is None:
             return None
         squares = row_squares(self.rows, bases_of(proxies_of(candidates)))
         for at, mine in enumerate(candidates):
             for place, (name, _, variant) in enumerate(mine):
                 if variant == WITH_MEAN:
-                    self.squares[at, name] = squares[at][:, [place, -1]]
+                    self.squares[at, name] = squares[at, :, place], squares[at, :, -1]
         return squares
 
     def enrichment(
@@ -274,10 +274,10 @@ def hold_against(held: Held, candidates: Sequence[Sequence[Candidate]], *, own: 
     led = plain if removal else [[False] * len(mine) for mine in plain]
     proxies, seed = proxies_of(usable), held.seed
     squares = held.project(usable)
-    # A GPU is given windows and random spaces to look at, and the CPU does not wait for it but counts frequencies.
+    rows = split_by_frequency(held, kept) if own else [[] for _ in held.places]
+    # A GPU is given windows and random spaces to look at, and then has enough to do for a while.
     seen = None if held.pairing is None else held.pairing.look_in(bases_of(proxies))
     spaces = spaces_beside(held.moments, proxies, seed=seed, keep=LED_DRAWS, led=led)
-    rows = split_by_frequency(held, kept) if own else [[] for _ in held.places]
     moments, leading = held.moments.flatten(0, 1), None
     if removal:
         leading = find_leading(moments, max(proxy.rank for mine in kept for _, proxy, _ in mine))
@@ -325,7 +325,8 @@ def split_by_frequency(held: Held, plain: Sequence[Sequence[Candidate]]) -> list
         cases = [(at, name, proxy) for at in places for name, proxy, _ in plain[at]]
         if not cases:
             continue
-        above, below = torch.stack([held.squares[at, name] for at, name, _ in cases], 1)[keep].unbind(2)
+        pairs = [held.squares[at, name] for at, name, _ in cases]
+        above, below = (torch.stack(each, 1)[keep] for each in zip(*pairs, strict=True))
         shapes = [(proxy.dim, proxy.rank) for _, _, proxy in cases]
         types = held.types[keep]
         known = held.probed.log_frequency(types)

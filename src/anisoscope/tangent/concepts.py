@@ -79,7 +79,7 @@ def sharpen(states: Float[Tensor, "n d"], fit: SemiNMF, *, penalty: float = PENA
     found[:, used] = _step_codes(inside, directions, codes, 0.0, LAST_CODE_STEPS) * scale.to(codes)
     error = torch.linalg.vector_norm(states.to(found) - found @ whole).double()
     relative = (error / torch.linalg.vector_norm(states.double()).clamp_min(1e-300)).reshape(1)
-    return SemiNMF(codes=found, directions=whole, errors=torch.cat([fit.errors, relative]), converged=converged)
+    return SemiNMF(codes=found, directions=whole, errors=torch.cat([fit.errors, relative.cpu()]), converged=converged)
 
 
 def sparse_codes(

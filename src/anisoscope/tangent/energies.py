@@ -262,20 +262,12 @@ def _energies(
     return [found[at] for at in range(several)]
 
 
-def energy_sums(
-    rows: Float[Tensor, "n d"], basis: Float[Tensor, "d r"], groups: Int[Tensor, " n"]
-) -> tuple[Float[Tensor, " g"], Float[Tensor, " g"]]:
-    """Σ ‖Qᵀa‖² and Σ ‖a‖² over the rows of each group, in float64."""
-    sums = sum_groups(row_squares(rows[None], basis[None, None])[0], groups.cpu())
-    return sums[:, 0], sums[:, 1]
-
-
 def row_squares(rows: Float[Tensor, "s n d"], bases: Float[Tensor, "s k d r"]) -> Float[Tensor, "s n _"]:
-    """‖Qᵀa‖² of every row for each basis and, last, ‖a‖²; float64, on the CPU: what follows is small."""
+    """‖Qᵀa‖² of every row for each basis and, last, ‖a‖²; float64."""
     raw = rows.to(working_dtype(rows.dtype))
     inside = (raw @ bases.to(raw).transpose(1, 2).flatten(2)).unflatten(2, (bases.shape[1], -1))
     parts = [torch.linalg.vector_norm(inside, dim=3), torch.linalg.vector_norm(raw, dim=2, keepdim=True)]
-    return torch.cat(parts, 2).double().square().cpu()
+    return torch.cat(parts, 2).double().square()
 
 
 def variance_share(states: Float[Tensor, "n d"], basis: Float[Tensor, "d r"]) -> float:

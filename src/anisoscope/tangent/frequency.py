@@ -117,6 +117,7 @@ def squares_by_frequency(
     resamples: int = RESAMPLES,
 ) -> list[ByFrequency]:
     """`energy_by_frequency` of several gradients of the same tokens and bases of these shapes, from ‖Qᵀa‖² and ‖a‖²."""
+    # Tokens are dealt on the CPU, and what is drawn of them is added up where the squares are.
     squares, log_frequency, types = torch.cat([above, below], 1), log_frequency.cpu(), types.cpu()
     place = bin_tokens(log_frequency, types, bins=bins, by=by)
     generator = torch.Generator().manual_seed(seed)
@@ -126,22 +127,26 @@ def squares_by_frequency(
     size = min((len(one) for one in filled), default=0)
     found: list[list[Bin]] = [[] for _ in shapes]
     chosen = [one[:size] for one in filled]
-    every = [sum_groups(squares[index], types[index]) for index in chosen]
+    counts = [len(types[index].unique()) for index in chosen]
     means = [float(log_frequency[index].double().mean()) for index in chosen]
-    for mean, sums, energies in zip(means, every, ratios_of_parts(every, seed=seed, resamples=resamples), strict=True):
+    # Types of all bins at once, bin after bin.
+    together, each = torch.cat([*chosen, shuffled[:0]]), place * (int(types.max()) + 1 if len(types) else 1) + types
+    every = sum_groups(squares[together], each[together]).split(counts)
+    intervals = ratios_of_parts(every, seed=seed, resamples=resamples)
+    for mean, count, energies in zip(means, counts, intervals, strict=True):
         for mine, energy, (dim, rank) in zip(found, energies, shapes, strict=True):
             normal = (1 - energy.value) * rank / (dim - rank)
-            mine.append(Bin(log_frequency=mean, energy=energy, normal=normal, tokens=size, types=len(sums)))
-    drawn = _draw_occurrences(types[shuffled], occurrences)
-    over, under = sum_groups(squares[shuffled[drawn.flatten()]], types[shuffled[drawn.flatten()]]).split(len(shapes), 1)
-    energies, known = over / torch.where(under > 0, under, math.nan), log_frequency[shuffled[drawn[:, 0]]].double()
+            mine.append(Bin(log_frequency=mean, energy=energy, normal=normal, tokens=size, types=count))
+    drawn = shuffled[_draw_occurrences(types[shuffled], occurrences)]
+    over, under = sum_groups(squares[drawn.flatten()], types[drawn.flatten()]).split(len(shapes), 1)
+    energies, known = over / torch.where(under > 0, under, math.nan), log_frequency[drawn[:, 0]].double()
     trends = permutation_correlations(known, energies, ranked=True, seed=seed, resamples=resamples)
     empty = bins - len(filled)
     note = f"{empty} of {bins} bins are empty: single types are more than a bin" if empty else None
     settings = {"known": known, "seed": seed, "resamples": resamples, "note": note}
     return [
         ByFrequency(bins=tuple(mine), spearman=trend, energies=one, **settings)
-        for mine, trend, one in zip(found, trends, energies.T, strict=True)
+        for mine, trend, one in zip(found, trends, energies.T.cpu(), strict=True)
     ]
 
 

@@ -1,6 +1,7 @@
 """Statistics that every claim about alignment rests on: p from draws, many tests at once, ratios of sums.
 
-Every random number comes from a seed and is drawn on the CPU, so that a device changes no null.
+Every random number comes from a seed and is drawn on the CPU, so that a device changes no null. What is made of the
+draws is computed where the data are.
 """
 
 import itertools
@@ -87,11 +88,9 @@ def draw_permutations(count: int, windows: int, seed: int) -> Permutations:
 
 def sum_groups(rows: Float[Tensor, "n k"], groups: Int[Tensor, " n"]) -> Float[Tensor, "g k"]:
     """Sums over the rows of each group, in float64, groups ascending."""
-    _, place = torch.unique(groups, return_inverse=True)
-    count = int(place.max()) + 1 if len(place) else 0
-    return torch.zeros(count, rows.shape[1], dtype=torch.float64, device=rows.device).index_add_(
-        0, place, rows.double()
-    )
+    found, place = torch.unique(groups, return_inverse=True)
+    sums = rows.new_zeros(len(found), rows.shape[1], dtype=torch.float64)
+    return sums.index_add_(0, place.to(rows.device), rows.double())
 
 
 def same_rows(table: Bool[Tensor, "s n"]) -> list[list[int]]:
@@ -125,7 +124,7 @@ def ratios_of_parts(
     """The same for several sets of groups: columns are what is above and then, as many, what is below."""
     if not parts:
         return []
-    parts = [one.double().cpu() for one in parts]
+    parts = [one.double() for one in parts]
     count = parts[0].shape[1] // 2
     values = torch.stack([_ratio(one.sum(0)) for one in parts]).tolist()
     several = [place for place, one in enumerate(parts) if len(one) > 1]
@@ -148,8 +147,12 @@ def _ratio(sums: Float[Tensor, " _"]) -> Float[Tensor, " k"]:
 
 def _ends(draws: Float[Tensor, "m k"]) -> list[tuple[float, float]]:
     """Both ends of the interval of each column, of the draws that gave a number."""
+    wanted = [(1 - LEVEL) / 2, (1 + LEVEL) / 2]
+    if draws.is_cuda:
+        known = torch.where(draws.isfinite(), draws, math.nan)
+        return [(low, high) for low, high in torch.nanquantile(known, draws.new_tensor(wanted), dim=0).T.tolist()]
     # By numpy, which looks for two numbers and does not sort them all.
-    rows, wanted = draws.T.contiguous().numpy(), [(1 - LEVEL) / 2, (1 + LEVEL) / 2]
+    rows = draws.T.contiguous().numpy()
     known = np.isfinite(rows)
     if known.all():
         return list(zip(*np.quantile(rows, wanted, axis=1).tolist(), strict=True))
@@ -208,8 +211,8 @@ def permutation_correlations(
 
     Ranks are those of the whole sample, also where types are resampled.
     """
-    x, y = x.double().cpu(), y.double().cpu()
-    known = x.isfinite()[:, None] & y.isfinite()
+    x, y = x.double().to(y.device), y.double()
+    known = (x.isfinite()[:, None] & y.isfinite()).cpu()
     found: dict[int, Correlation] = {}
     for places in same_rows(known.T):
         rows = known[:, places[0]]
@@ -224,7 +227,7 @@ def _correlations(x: Float[Tensor, " v"], y: Float[Tensor, "v k"], seed: int, re
     count, several = y.shape
     nothing = Interval(value=math.nan)
     unknown = Correlation(r=nothing, slope=nothing, p=math.nan, p_two_sided=math.nan, types=count)
-    varied = (y.std(0) > 0) if count >= 3 and float(x.std()) > 0 else torch.zeros(several, dtype=torch.bool)
+    varied = (y.std(0) > 0) if count >= 3 and float(x.std()) > 0 else y.new_zeros(several, dtype=torch.bool)
     if not bool(varied.any()):
         return [unknown] * several
     x, y = x - x.mean(), y - y.mean(0)
@@ -236,7 +239,7 @@ def _correlations(x: Float[Tensor, " v"], y: Float[Tensor, "v k"], seed: int, re
     )
     product, square_x = product - sum_x * sum_y / total, square_x - sum_x.square() / total
     square_y = square_y - sum_y.square() / total
-    permutations = _kept_permutations(resamples, count, seed)
+    permutations = _kept_permutations(resamples, count, seed, x.device)
     turned, still = torch.fft.rfft(x[permutations.rings]), torch.fft.rfft(y[permutations.rings[0]].T)
     sums = torch.fft.irfft(turned * still[:, None].conj(), n=count).flatten(1)[:, permutations.chosen]
     draws = sums / size[:, None]
@@ -268,21 +271,23 @@ def _correlations(x: Float[Tensor, " v"], y: Float[Tensor, "v k"], seed: int, re
 def _resample(sums: Float[Tensor, "g k"], seed: int, resamples: int) -> Float[Tensor, "m k"]:
     """Sums over groups that a bootstrap draws."""
     if resamples * len(sums) <= KEPT_ELEMENTS:
-        return _kept_weights(resamples, len(sums), seed) @ sums
+        return _kept_weights(resamples, len(sums), seed, sums.device) @ sums
     generator = torch.Generator().manual_seed(seed)
     step = max(1, DRAWN_ELEMENTS // len(sums))
     sizes = [min(step, resamples - start) for start in range(0, resamples, step)]
-    return torch.cat([_draw_weights(size, len(sums), generator) @ sums for size in sizes])
+    return torch.cat([_draw_weights(size, len(sums), generator).to(sums.device) @ sums for size in sizes])
 
 
 # All sites of a probe have about the same types.
-_kept_permutations = lru_cache(maxsize=4)(draw_permutations)
+@lru_cache(maxsize=4)
+def _kept_permutations(count: int, types: int, seed: int, device: torch.device) -> Permutations:
+    return draw_permutations(count, types, seed).to(device)
 
 
 # Sites, gradients and proxies of a probe have the same documents, and bins of as many types.
 @lru_cache(maxsize=16)
-def _kept_weights(rows: int, count: int, seed: int) -> Float[Tensor, "m v"]:
-    return _draw_weights(rows, count, torch.Generator().manual_seed(seed))
+def _kept_weights(rows: int, count: int, seed: int, device: torch.device) -> Float[Tensor, "m v"]:
+    return _draw_weights(rows, count, torch.Generator().manual_seed(seed)).to(device)
 
 
 def _draw_weights(rows: int, count: int, generator: torch.Generator) -> Float[Tensor, "m v"]:
