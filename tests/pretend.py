@@ -97,7 +97,7 @@ class Pretend(TorchFunctionMode):
 def _here(one: Any) -> Any:
     if isinstance(one, There):
         return one.as_subclass(Tensor)
-    return torch.device("cpu") if isinstance(one, torch.device) or one in ("cuda", str(DEVICE)) else one
+    return torch.device("cpu") if isinstance(one, torch.device) or (isinstance(one, str) and one == "cuda") else one
 
 
 def _device_of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool | None:

@@ -383,6 +383,9 @@ def test_matrices_of_your_own_give_what_the_walk_gives(decoder: Model) -> None:
     assert 0 < typed["leading_variance"].value < 1
     trend = an.estimate(states, "tangent_frequency_trend", token_ids=ids, frequencies=known, **given)
     assert trend["tangent_frequency_trend"].p is not None
+    family = an.estimate(states, "alignment", token_ids=ids, frequencies=known, **given)
+    assert {*FAMILY, *BESIDE} == set(family)
+    assert family["tangent_excess"] == found["tangent_excess"]
 
 
 def test_a_matrix_without_what_it_needs_is_refused() -> None:

@@ -126,6 +126,27 @@ def test_everything_that_alignment_can_be_asked_for_on_a_gpu(decoder: Model) -> 
     check(found, expected)
 
 
+@pytest.mark.parametrize("family", ["alignment", "pinning", "curvature", "contextuality", "isotropy"])
+def test_a_matrix_on_a_gpu_gives_what_it_gives_on_the_cpu(family: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    points, gradients = torch.randn(2, 2048, 24, generator=generator)
+    ids = torch.randint(0, 100, (2048,), generator=generator)
+    given = {
+        "points": points,
+        "grads": gradients,
+        "windows": torch.arange(2048) // 32,
+        "token_ids": ids,
+        "sentences": torch.arange(2048) // 8,
+        "frequencies": torch.rand(100, generator=generator)[ids],
+    }
+    expected = an.estimate(metrics=family, rank=4, **given)
+    with Pretend():
+        found = an.estimate(metrics=family, rank=4, **{name: one.to(DEVICE) for name, one in given.items()})
+    assert found.keys() == expected.keys()
+    for name, one in expected.items():
+        assert found[name].value == pytest.approx(one.value, rel=1e-5, abs=1e-5, nan_ok=True), name
+
+
 def test_what_a_gpu_is_asked_for_does_not_grow_with_the_sites(decoder: Model) -> None:
     counts = []
     for sites in (("block.1", "block.2"), ("*",)):

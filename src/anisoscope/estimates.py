@@ -128,6 +128,8 @@ def estimate(
     The points are dealt in seeded random order into batches of at least `batch_points`; with fewer there is one batch
     and no spread. `token_ids` and `sentences` say, one whole number per point, which token it is and where it comes
     from, for metrics that compare occurrences.
+    A family stands for those of its metrics that need no model.
+
     For metrics of the families alignment, pinning and curvature: `grads` are the gradients of a loss at the points,
     `windows` says which window of text each point comes from (half of them are fitted on, half tested), `frequencies`
     how frequent its token is, `gradient` whether the coupled one (`virtual`) or the rows themselves (`activation`) are
@@ -145,10 +147,7 @@ def estimate(
         "isoscore_zeta": isoscore_zeta,
     }
     check_settings(batch_points=batch_points, **settings)
-    found = find_metrics([metrics] if isinstance(metrics, str) else metrics, gride_scales=gride_scales)
-    for metric in found:
-        if metric.needs in _OF_MODELS:
-            raise SpecError(f"{metric.name} needs a model, not a matrix of points; use measure()")
+    found = _of_a_matrix([metrics] if isinstance(metrics, str) else metrics, gride_scales)
     given = {"token_ids": token_ids, "sentences": sentences}
     handed = [metric for metric in found if metric.needs in _HANDED]
     found = [metric for metric in found if metric.needs not in _HANDED]
@@ -188,6 +187,19 @@ def estimate(
         )
         for metric in found
     }
+
+
+def _of_a_matrix(names: Iterable[str], gride_scales: tuple[int, ...]) -> list[Metric]:
+    """The metrics that names stand for; of a family those that need no model."""
+    found: dict[str, Metric] = {}
+    for name in names:
+        every = find_metrics([name], gride_scales=gride_scales)
+        able = [metric for metric in every if metric.needs not in _OF_MODELS]
+        if not any(name in (metric.name, metric.family) for metric in able):
+            raise SpecError(f"{every[0].name} needs a model, not a matrix of points; use measure()")
+        found |= {metric.name: metric for metric in able}
+    # Says so where none was named.
+    return find_metrics(found)
 
 
 # Views of more than a matrix of points.
