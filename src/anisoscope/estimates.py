@@ -56,13 +56,20 @@ def judge(
     metric: Metric, value: Tensor | float, points: int, dropped: int, dim: int, settings: Mapping[str, Any]
 ) -> Evaluated:
     """A value with the reason why it is none, where it is none."""
-    needed, note = metric.min_points(dim, settings.get("neighbors", 0)), None
-    if points < needed:
-        value = value if isinstance(value, Tensor) else math.nan
-        note = f"{points} {'distinct ' if dropped else ''}points, and it needs {needed}"
-    elif math.isnan(float(value)):
-        note = metric.undefined
+    note = _missing(metric, value, points, dropped, dim, settings)
+    if note and not isinstance(value, Tensor):
+        value = math.nan
     return Evaluated(value=value, points=points, dropped=dropped, note=note, null_dim=dim)
+
+
+def _missing(
+    metric: Metric, value: Tensor | float, points: int, dropped: int, dim: int, settings: Mapping[str, Any]
+) -> str | None:
+    """Why there is no value, where there is none."""
+    needed = metric.min_points(dim, settings.get("neighbors", 0))
+    if points < needed:
+        return f"{points} {'distinct ' if dropped else ''}points, and it needs {needed}"
+    return metric.undefined if math.isnan(float(value)) else None
 
 
 def summarize(results: Sequence[Evaluated], metric: Metric, dim: int, settings: Mapping[str, Any]) -> Estimate:
@@ -88,9 +95,9 @@ def summarize(results: Sequence[Evaluated], metric: Metric, dim: int, settings: 
 
 def answer_once(metric: Metric, value: Tensor | float, points: int, dim: int, settings: Mapping[str, Any]) -> Estimate:
     """The Estimate of a number that comes from all points together."""
-    found = judge(metric, value, points, 0, dim, settings)
+    note = _missing(metric, value, points, 0, dim, settings)
     null, missing_null = null_of(metric, points, dim, settings)
-    number = float(found.value)
+    number = math.nan if note else float(value)
     return Estimate(
         value=number,
         spread=math.nan,
@@ -100,7 +107,7 @@ def answer_once(metric: Metric, value: Tensor | float, points: int, dim: int, se
         points=points,
         dropped=0,
         dim=dim,
-        note="; ".join(part for part in (found.note, missing_null) if part) or None,
+        note=f"{note}; {missing_null}" if note and missing_null else note or missing_null,
     )
 
 

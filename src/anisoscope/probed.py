@@ -55,7 +55,8 @@ class ProbeRow:
     ) -> "ProbeRow":
         """The metric of a view: NaN with the reason where the data forbid it, and with what else is to be noted."""
         answer = answer_once(metric, metric(view), points, dim, settings or {})
-        notes = "; ".join(part for part in (answer.note if math.isnan(answer.value) else None, note) if part) or None
+        reason = answer.note if math.isnan(answer.value) else None
+        notes = f"{reason}; {note}" if reason and note else reason or note or None
         if notes != answer.note:
             answer = replace(answer, note=notes)
         return cls(site=site, population=population, metric=metric, answer=answer, excluded=excluded, columns=columns)
