@@ -161,28 +161,30 @@ def iterate(
     codes, last_codes, directions, last_directions, squares, momentum = made
     several, rank, n = codes.shape
     seen = squares.new_empty(several, count)
-    _iterate[(several,)](
-        points.contiguous(),
-        codes,
-        last_codes,
-        torch.empty_like(codes),
-        directions,
-        last_directions,
-        dropped,
-        squares,
-        momentum,
-        seen,
-        n,
-        points.shape[2],
-        rank,
-        count,
-        RANK=max(16, triton.next_power_of_2(rank)),
-        WIDTH=max(16, triton.next_power_of_2(points.shape[2])),
-        BLOCK=128 if rank <= 16 else 64,
-        STEPS=CODE_STEPS,
-        MORE=damping(rank, torch.finfo(codes.dtype).eps),
-        SMALLEST=SMALLEST,
-        num_warps=8,
-        num_stages=1,
-    )
+    # Triton would start it on the current device, wherever the points are.
+    with torch.cuda.device(points.device):
+        _iterate[(several,)](
+            points.contiguous(),
+            codes,
+            last_codes,
+            torch.empty_like(codes),
+            directions,
+            last_directions,
+            dropped,
+            squares,
+            momentum,
+            seen,
+            n,
+            points.shape[2],
+            rank,
+            count,
+            RANK=max(16, triton.next_power_of_2(rank)),
+            WIDTH=max(16, triton.next_power_of_2(points.shape[2])),
+            BLOCK=128 if rank <= 16 else 64,
+            STEPS=CODE_STEPS,
+            MORE=damping(rank, torch.finfo(codes.dtype).eps),
+            SMALLEST=SMALLEST,
+            num_warps=8,
+            num_stages=1,
+        )
     return seen, made

@@ -3,6 +3,7 @@
 
 The arithmetic is that of gram.py and neighbors.py, proof included: low precision screens, exact differences of the
 states decide, and what cannot be proven is left to those rooms. Notation as there; s clouds of n points are stacked.
+Triton starts a kernel on the current device, which is not always the one where the tensors are.
 """
 
 import math
@@ -355,7 +356,8 @@ def describe_rows(points: Float[Tensor, "s n d"]) -> tuple[Float[Tensor, "s n"],
     """‖x‖² of every row, and 64 bits that equal rows share (and others with the odds of 2⁻⁶⁴ a pair)."""
     s, n, d = points.shape
     norms, hashes = points.new_empty(s, n, dtype=torch.float32), points.new_empty(s, n, 2, dtype=torch.int32)
-    _describe_rows[(s, n)](points, norms, hashes, n, d, WIDTH=_width(d), num_warps=4)
+    with torch.cuda.device(points.device):
+        _describe_rows[(s, n)](points, norms, hashes, n, d, WIDTH=_width(d), num_warps=4)
     return norms, hashes.view(torch.int64)[..., 0]
 
 
@@ -367,9 +369,10 @@ def sum_columns(
     shares, width = max(1, min(16, n // 256)), 128
     sums = torch.empty(s, shares, 4, d, device=points.device)
     grid = (s, triton.cdiv(d, width), shares)
-    _sum_columns[grid](
-        points, centre, weights, sums, n, d, triton.cdiv(n, shares), ROWS=32, WIDTH=width, AHEAD=3, num_warps=4
-    )
+    with torch.cuda.device(points.device):
+        _sum_columns[grid](
+            points, centre, weights, sums, n, d, triton.cdiv(n, shares), ROWS=32, WIDTH=width, AHEAD=3, num_warps=4
+        )
     return sums.sum(1, dtype=torch.float64)
 
 
@@ -379,7 +382,10 @@ def halve_rows(points: Float[Tensor, "s n d"], centre: Float[Tensor, "s d"]) -> 
     padded = triton.cdiv(d, DEPTH) * DEPTH
     rows = points.new_empty(s, n, padded, dtype=torch.float16)
     squares, scales, peaks, fits = points.new_empty(4, s, n, dtype=torch.float32)
-    _halve_rows[(s, n)](points, centre, rows, squares, scales, peaks, fits, n, d, padded, WIDTH=_width(d), num_warps=4)
+    with torch.cuda.device(points.device):
+        _halve_rows[(s, n)](
+            points, centre, rows, squares, scales, peaks, fits, n, d, padded, WIDTH=_width(d), num_warps=4
+        )
     # Rounding errors of d coordinates: each at most u|x|, together 8u · max|x| ‖y‖ but for odds of 10⁻¹³, at worst 2u.
     share = (ROUNDING_SIGMAS * peaks / squares.sqrt().clamp_min(1e-30)).clamp_max(2.0)
     gammas = 1.25 * (HALF_ROUNDOFF * share + (ROUNDING_SIGMAS * math.sqrt(d) + 8) * 2.0**-24 + math.sqrt(d) * 2.0**-24)
@@ -395,24 +401,25 @@ def multiply_tiles(
     keys = torch.empty(s, populations, n, 2 * groups, dtype=torch.int32, device=visible.device)
     sums = torch.zeros(s, tiles * tiles, w, device=visible.device)
     scaled = (weights * halves.fits[:, None]).contiguous()
-    _multiply_tiles[(tiles * tiles, s)](
-        halves.rows,
-        halves.squares,
-        halves.scales,
-        visible,
-        scaled,
-        keys,
-        sums,
-        n,
-        padded,
-        groups,
-        P=populations,
-        W=w,
-        TILE=TILE,
-        DEPTH=DEPTH,
-        num_warps=8,
-        num_stages=4,
-    )
+    with torch.cuda.device(halves.rows.device):
+        _multiply_tiles[(tiles * tiles, s)](
+            halves.rows,
+            halves.squares,
+            halves.scales,
+            visible,
+            scaled,
+            keys,
+            sums,
+            n,
+            padded,
+            groups,
+            P=populations,
+            W=w,
+            TILE=TILE,
+            DEPTH=DEPTH,
+            num_warps=8,
+            num_stages=4,
+        )
     return keys, sums.sum(1, dtype=torch.float64)
 
 
@@ -422,20 +429,21 @@ def refine_rows(
     """Squared distances to the two nearest others, exactly; NaN for points that are not visible."""
     (s, n, d), populations, slots = points.shape, keys.shape[1], keys.shape[3]
     found = torch.full((s, populations, n, 2), torch.nan, device=points.device)
-    _refine_rows[(n, populations, s)](
-        points,
-        halves.squares,
-        halves.gammas,
-        visible,
-        keys,
-        found,
-        n,
-        d,
-        slots // 2,
-        P=populations,
-        KEYS=triton.next_power_of_2(slots),
-        **_refine_plan(d),
-    )
+    with torch.cuda.device(points.device):
+        _refine_rows[(n, populations, s)](
+            points,
+            halves.squares,
+            halves.gammas,
+            visible,
+            keys,
+            found,
+            n,
+            d,
+            slots // 2,
+            P=populations,
+            KEYS=triton.next_power_of_2(slots),
+            **_refine_plan(d),
+        )
     return found
 
 
@@ -453,22 +461,23 @@ def apply_covariance(
     shares = max(1, min(64, n // 64))
     images = torch.empty(c, shares, w, d, device=points.device)
     along = torch.empty(c, w, n, device=points.device)
-    _apply_covariance[(c, shares)](
-        points,
-        which,
-        centre,
-        vectors,
-        shifts,
-        weights,
-        images,
-        along,
-        n,
-        d,
-        triton.cdiv(n, shares),
-        W=w,
-        WIDTH=width,
-        **_apply_plan(width),
-    )
+    with torch.cuda.device(points.device):
+        _apply_covariance[(c, shares)](
+            points,
+            which,
+            centre,
+            vectors,
+            shifts,
+            weights,
+            images,
+            along,
+            n,
+            d,
+            triton.cdiv(n, shares),
+            W=w,
+            WIDTH=width,
+            **_apply_plan(width),
+        )
     return images.sum(1, dtype=torch.float64), along
 
 
@@ -484,7 +493,10 @@ def lose_tokens(logits: Float[Tensor, "n v"], targets: Int[Tensor, " n"]) -> Flo
     """Cross entropy in nats of each token, in float32, without a float32 copy of the logits."""
     losses = torch.empty(len(targets), device=logits.device)
     width = min(4096, triton.next_power_of_2(logits.shape[1]))
-    _lose_tokens[(len(targets),)](logits, targets, losses, logits.shape[1], logits.stride(0), WIDTH=width, num_warps=8)
+    with torch.cuda.device(logits.device):
+        _lose_tokens[(len(targets),)](
+            logits, targets, losses, logits.shape[1], logits.stride(0), WIDTH=width, num_warps=8
+        )
     return losses
 
 
