@@ -20,6 +20,7 @@ from anisoscope.models import Model, load_model
 from anisoscope.probed import Probed
 from anisoscope.probes import draw_probe
 from anisoscope.records import Record, Site
+from anisoscope.tangent.proxies import fit_global
 
 FAMILY = ("tangent_energy", "tangent_gain", "tangent_excess", "normal_ratio", "gradient_leading_variance")
 BESIDE = ("tangent_anisotropy_share", "tangent_frequency_trend")
@@ -204,7 +205,7 @@ def test_what_cannot_be_asked_is_refused(decoder: Model) -> None:
         an.measure(spec_for(gradients=("weight",)), model=decoder, progress=False)
     with pytest.raises(SpecError, match="a tangent proxy is one of"):
         an.measure(spec_for(proxy="ica"), model=decoder, progress=False)
-    with pytest.raises(SpecError, match="controls are type_disjoint"):
+    with pytest.raises(SpecError, match="controls are type_disjoint, shuffled_targets"):
         an.measure(spec_for(controls=("shuffled",)), model=decoder, progress=False)
     with pytest.raises(SpecError, match="give grads="):
         an.estimate(np.eye(4), ["tangent_excess"])
@@ -277,6 +278,35 @@ def test_a_proxy_of_other_types_and_local_proxies_are_there_where_asked(decoder:
     assert strict[0].points < usual.points
     local = one(found, metric="tangent_excess", proxy="local_pca")
     assert (local.gradient, local.control, local.rank) == ("activation", "permuted", 8)
+
+
+def test_energies_of_shuffled_targets_stand_beside_the_true_ones(decoder: Model, unit: an.Unit) -> None:
+    spec = spec_for(controls=("shuffled_targets",), populations=("all", "typical"))
+    found = an.measure(spec, model=decoder, progress=False)
+    shuffled = rows(found, control="shuffled")
+    assert {row.metric for row in shuffled} == {"tangent_energy"}
+    assert len(shuffled) == 2**4
+    # Everything else is as it is without.
+    for row, usual in zip(found.records, unit.records, strict=True):
+        assert replace(row, key="", control=None, control_value=None) == replace(
+            usual, key="", control=None, control_value=None
+        ) or math.isnan(row.value)
+    probed = Probed(
+        model=decoder,
+        probe=draw_probe(spec, decoder.tokenizer, load_corpus("pydoc")),
+        sites=select_sites(decoder.layout, ("block.2",)),
+        spec=spec,
+    )
+    dealt = probed.shuffled_gradients
+    true, other = (float(torch.nansum(half.tokens.losses)) for half in (probed.gradients, dealt))
+    assert other > 1.2 * true
+    basis = fit_global(probed.fit_states[SITE], rank=8).basis
+    activation = dealt.sites[SITE].gradients
+    wanted = {"gradient": "activation", "proxy": "pca", "population": "all", "variant": "mean=in"}
+    row = one(found, control="shuffled", **wanted)
+    expected = (activation @ basis).double().square().sum() / activation.double().square().sum()
+    assert row.control_value == pytest.approx(float(expected), rel=1e-4)
+    assert row.control_value != pytest.approx(row.value, rel=1e-2)
 
 
 def test_linear_modules_and_embedding_rows_have_alignments_of_their_own(decoder: Model) -> None:

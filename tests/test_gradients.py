@@ -86,19 +86,25 @@ def windows_of(count: int = 5) -> Windows:
     return Windows(token_ids=ids, documents=documents, special=np.isin(ids, [0, 1, 2, 3]), sentences=documents)
 
 
-def plain_loss(model: Model, windows: Windows) -> tuple[Tensor, Tensor]:
+def plain_loss(model: Model, windows: Windows, shuffle: int | None = None) -> tuple[Tensor, Tensor]:
     """The summed loss by hand, with the graph to the parameters, and the ids that were read."""
     ids = torch.from_numpy(windows.token_ids)
+
+    def deal(targets: Tensor) -> Tensor:
+        if shuffle is None:
+            return targets
+        return targets[torch.randperm(len(targets), generator=torch.Generator().manual_seed(shuffle))]
+
     if model.head == "causal":
         logits = model.module(input_ids=ids, use_cache=False).logits
-        return cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction="sum"), ids
+        return cross_entropy(logits[:, :-1].flatten(0, 1), deal(ids[:, 1:].flatten()), reduction="sum"), ids
     seeds = [seed_for(0, window, 2) for window in range(len(ids))]
     masked = draw_masked(ids, Tokenizer.all_special_ids, seeds)
     read = ids.masked_fill(masked, MASK)
-    return cross_entropy(model.module(input_ids=read).logits[masked], ids[masked], reduction="sum"), read
+    return cross_entropy(model.module(input_ids=read).logits[masked], deal(ids[masked]), reduction="sum"), read
 
 
-def plain_loop(model: Model, windows: Windows) -> dict[str, tuple[Tensor, Tensor]]:
+def plain_loop(model: Model, windows: Windows, shuffle: int | None = None) -> dict[str, tuple[Tensor, Tensor]]:
     """States and gradients at sites by `retain_grad`, and `grad` of every parameter of a copy."""
     model = copy.copy(model)
     object.__setattr__(model, "module", copy.deepcopy(model.module).requires_grad_(True).eval())
@@ -117,7 +123,7 @@ def plain_loop(model: Model, windows: Windows) -> dict[str, tuple[Tensor, Tensor
         part(path).register_forward_hook(lambda _, __, out: look("block", out))
     if stack.final_norm:
         part(stack.final_norm).register_forward_hook(lambda _, __, out: look("final_norm", out))
-    plain_loss(model, windows)[0].backward()
+    plain_loss(model, windows, shuffle)[0].backward()
     found, blocks = {}, 0
     for name, state in seen:
         if name == "block":
@@ -185,6 +191,18 @@ def test_sites_linears_and_rows_are_those_of_a_plain_loop(name: str, dtype: torc
     else:
         assert close(rows.read, grad[rows.types], tolerance)
         assert close(rows.predicted, reference["lm_head.weight"][1][rows.types], tolerance)
+
+
+@pytest.mark.parametrize("name", COMMON)
+def test_targets_dealt_anew_are_those_of_a_plain_loop_and_change_no_state(name: str) -> None:
+    model, windows = build(name), windows_of()
+    reference, found, true = plain_loop(model, windows, shuffle=7), everything(model, shuffle=7), everything(model)
+    assert same(everything(model, shuffle=7, batch_size=1), found, 1e-12)
+    for site, pair in found.sites.items():
+        assert close(pair.values, true.sites[site].values, 0.0)
+        assert not close(pair.gradients, true.sites[site].gradients, 0.1), site.name
+        if site.name in reference:
+            assert close(pair.gradients, reference[site.name][1], 1e-12), site.name
 
 
 @pytest.mark.parametrize("name", COMMON)

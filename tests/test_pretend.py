@@ -43,15 +43,17 @@ def sent(probed: Probed) -> Probed:
     def send(one: Coupled) -> Coupled:
         return replace(one, values=one.values.to(DEVICE), gradients=one.gradients.to(DEVICE))
 
-    shown, there = probed.gradients, replace(probed)
+    there = replace(probed)
     there.__dict__["fit_states"] = {site: states.to(DEVICE) for site, states in probed.fit_states.items()}
-    there.__dict__["gradients"] = replace(
-        shown,
-        tokens=shown.tokens.to(DEVICE),
-        windows=shown.windows.to(DEVICE),
-        read=shown.read.to(DEVICE),
-        sites={site: send(one) for site, one in shown.sites.items()},
-    )
+    for name in ("gradients", *(["shuffled_gradients"] if probed.spec.controls else [])):
+        shown = getattr(probed, name)
+        there.__dict__[name] = replace(
+            shown,
+            tokens=shown.tokens.to(DEVICE),
+            windows=shown.windows.to(DEVICE),
+            read=shown.read.to(DEVICE),
+            sites={site: send(one) for site, one in shown.sites.items()},
+        )
     return there
 
 
@@ -66,6 +68,7 @@ def check(found: list[ProbeRow], expected: list[ProbeRow]) -> None:
         for name in ("site", "population", "metric", "excluded"):
             assert getattr(one, name) == getattr(other, name)
         assert one.answer.points == other.answer.points
+        assert one.columns.get("control") == other.columns.get("control")
         tolerance = TOLERANCES.get(other.columns.get("proxy", "pca"), 1e-5)
         assert one.answer.value == pytest.approx(other.answer.value, rel=tolerance, abs=tolerance, nan_ok=True), other
 
@@ -115,7 +118,8 @@ def test_concepts_on_a_gpu(decoder: Model) -> None:
 
 
 def test_everything_that_alignment_can_be_asked_for_on_a_gpu(decoder: Model) -> None:
-    probed = probe_of(decoder, ("block.2",), proxy="local_pca", controls=("type_disjoint",), populations=("all",))
+    controls = ("type_disjoint", "shuffled_targets")
+    probed = probe_of(decoder, ("block.2",), proxy="local_pca", controls=controls, populations=("all",))
     kept = align(probed, ["tangent_energy"]).attachments
     past = Past(fits={"rolling": [kept], "frozen": [kept, kept]}, steps={"rolling": "1", "frozen": "1, 2"})
     with Pretend():

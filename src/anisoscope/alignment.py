@@ -46,7 +46,7 @@ from anisoscope.tangent.proxies import Proxy, fit_each
 VIEWS = ("enrichment", "removal", "trend", "turn")
 GRADIENTS = ("virtual", "activation")
 PROXIES = ("pca", "seminmf")
-CONTROLS = ("type_disjoint",)
+CONTROLS = ("type_disjoint", "shuffled_targets")
 # Numbers of states whose places are looked at together: as many as caches hold, or as a GPU is busy with.
 FITTED_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 26}
 
@@ -117,7 +117,7 @@ class _Analysis:
             )
         if unknown := set(spec.controls) - set(CONTROLS):
             raise SpecError(f"controls are {', '.join(CONTROLS)}; came {', '.join(sorted(unknown))}")
-        self.type_disjoint = "type_disjoint" in spec.controls
+        self.type_disjoint, self.shuffled = (name in spec.controls for name in CONTROLS)
         self.proxies = tuple(dict.fromkeys((spec.proxy, *PROXIES)))
         shown = probed.gradients.tokens
         self.tokens = {"fit": probed.fit_tokens(shown.ids.device), "test": shown}
@@ -175,6 +175,10 @@ class _Analysis:
     def hold(self, places: Sequence[Place]) -> Held:
         return Held(self.probed, self.metrics, places, self.gradients)
 
+    def _shuffle(self, places: Sequence[Place]) -> Held:
+        """With the gradients of targets that were dealt anew."""
+        return self.hold([replace(place, here=self.probed.shuffled_gradients.sites[place.site]) for place in places])
+
     def rank_in(self, width: int) -> int:
         return min(self.probed.spec.rank, width // 2)
 
@@ -195,7 +199,8 @@ class _Analysis:
             ]
             for proxies in fits
         ]
-        for at, (place, rows) in enumerate(zip(held.places, hold_against(held, candidates, own=True), strict=True)):
+        every = hold_against(held, candidates, own=True, shuffled=self._shuffle(held.places) if self.shuffled else None)
+        for at, (place, rows) in enumerate(zip(held.places, every, strict=True)):
             yield from rows
             if "local_pca" in self.proxies:
                 yield from held.local(at)

@@ -99,6 +99,7 @@ def capture_gradients(
     upcast: bool = True,
     into: Into | None = None,
     norms: Mapping[str | None, Norm | str] | None = None,
+    shuffle: int | None = None,
 ) -> ProbeGradients:
     """States and gradients of the probe's loss at every place asked for, from one forward and one backward pass.
 
@@ -109,6 +110,7 @@ def capture_gradients(
     and only the loss and what is kept are float32.
     Matrices are kept on `device` (by default the model's). `into` is handed each place of each pass instead, with its
     windows and its values and gradients (b, t, width), and must copy what it keeps.
+    `shuffle` is a seed that deals the targets anew among all positions that have one.
     """
     count, length = windows.token_ids.shape
     seeds = [seed_for(0, window, 2) for window in range(count)] if seeds is None else seeds
@@ -117,6 +119,10 @@ def capture_gradients(
         raise SpecError(f"{count} windows need as many seeds, batch_size at least 1; came {len(seeds)} and {size}")
     ids = torch.from_numpy(windows.token_ids)
     read, predicting = _mask(model, ids, seeds)
+    targets = ids.roll(-1, 1) if model.head == "causal" else ids.clone()
+    if shuffle is not None:
+        order = torch.randperm(int(predicting.sum()), generator=torch.Generator().manual_seed(shuffle))
+        targets[predicting] = targets[predicting][order]
     probe = _Probe(model, tuple(sites), tuple(linears), norms, read.unique() if embedding else None)
     kept: dict[Place, list[Tensor]] = {}
     losses: list[Tensor] = []
@@ -130,7 +136,7 @@ def capture_gradients(
     def run() -> None:
         for start in range(0, count, size):
             part = slice(start, min(start + size, count))
-            losses.append(probe.run(part, read[part], ids[part], predicting[part], into or keep))
+            losses.append(probe.run(part, read[part], targets[part], predicting[part], into or keep))
 
     run_apart(model.module, run, upcast=upcast)
     where = torch.device(device) if device else losses[0].device
@@ -219,9 +225,8 @@ class _Probe:
             assert logits is not None
             seen.complete = True
             taps = {key: tap for key, tap in seen.items() if self._wants(key)}
-            following = targets.roll(-1, 1) if self.model.head == "causal" else targets
-            predicting, following = predicting.to(logits.device), following.to(logits.device)
-            lost = cross_entropy(widen(logits[predicting]), following[predicting], reduction="none")
+            predicting, targets = predicting.to(logits.device), targets.to(logits.device)
+            lost = cross_entropy(widen(logits[predicting]), targets[predicting], reduction="none")
             losses = lost.new_full(shape, torch.nan).masked_scatter(predicting, lost.detach())
             sources = [tap.source for tap in taps.values()]
             asked = torch.autograd.grad(lost.sum(), sources, allow_unused=True) if sources else ()

@@ -18,10 +18,11 @@ from anisoscope.metrics.alignment import Enrichment, Removed, Trend, Turned
 from anisoscope.probed import Probed, ProbeRow
 from anisoscope.records import Site
 from anisoscope.tangent.anisotropy import LED_DRAWS, AnisotropyShare, anisotropy_shares, find_leading
-from anisoscope.tangent.controls import second_moments
+from anisoscope.tangent.controls import energies_of, second_moments
 from anisoscope.tangent.dynamics import random_distance, turn_between
 from anisoscope.tangent.energies import (
     Alignment,
+    beside_shuffled,
     coupled_alignments,
     row_squares,
     spaces_beside,
@@ -223,8 +224,10 @@ def enrichment_rows(
         "control_value": math.nan if normal is None else normal.value,
         "p": found.normal_p,
     }
+    shuffled = found.controls.get("shuffled")
+    dealt = {} if shuffled is None else {"control": "shuffled", "control_value": shuffled.value}
     beside: dict[str, dict[str, Any]] = {
-        "tangent_energy": {"low": found.energy.low, "high": found.energy.high},
+        "tangent_energy": {"low": found.energy.low, "high": found.energy.high} | dealt,
         "tangent_excess": binding,
         "tangent_gain": binding,
         "normal_ratio": by_normals,
@@ -257,11 +260,13 @@ def proxies_of(candidates: Sequence[Sequence[Candidate]]) -> list[list[Proxy]]:
     return [[proxy for _, proxy, _ in mine] for mine in candidates]
 
 
-def hold_against(held: Held, candidates: Sequence[Sequence[Candidate]], *, own: bool = False) -> list[list[ProbeRow]]:
+def hold_against(
+    held: Held, candidates: Sequence[Sequence[Candidate]], *, own: bool = False, shuffled: Held | None = None
+) -> list[list[ProbeRow]]:
     """Rows of each place for its candidates.
 
     Where these are its `own`, also what is left of anisotropy without those that are plain proxies, and their energies
-    by token frequency.
+    by token frequency. Energies of `shuffled` gradients stand beside those of the true ones.
     """
     if not held.gradients:
         return [[] for _ in held.places]
@@ -299,6 +304,8 @@ def hold_against(held: Held, candidates: Sequence[Sequence[Candidate]], *, own: 
                 spaces=beside,
                 seed=seed,
             )
+        if shuffled is not None:
+            found = beside_shuffled(found, energies_of(shuffled.moments[:, number], bases_of(proxies)))
         for at, (mine, every) in enumerate(zip(usable, found, strict=True)):
             rows[at] += held.enrichment(at, gradient, mine, every, shares[at * len(held.gradients) + number])
     if removal:

@@ -75,8 +75,18 @@ class Probed:
     @cached_property
     def gradients(self) -> ProbeGradients:
         """States and gradients of the test half at every site."""
-        seeds = [seed_for(self.spec.seed, window, 2) for window in range(len(self.probe.test.token_ids))]
-        return capture_gradients(self.model, self.probe.test, self.sites, seeds=seeds, batch_size=self.batch_size)
+        return self._gradients()
+
+    @cached_property
+    def shuffled_gradients(self) -> ProbeGradients:
+        """The same for targets that were dealt anew: what the model makes of any text of these tokens."""
+        return self._gradients(shuffle=self.spec.seed)
+
+    def _gradients(self, shuffle: int | None = None) -> ProbeGradients:
+        test = self.probe.test
+        seeds = [seed_for(self.spec.seed, window, 2) for window in range(len(test.token_ids))]
+        settings = {"seeds": seeds, "batch_size": self.batch_size, "shuffle": shuffle}
+        return capture_gradients(self.model, test, self.sites, **settings)
 
     @cached_property
     def fit_states(self) -> dict[Site, Float[Tensor, "n d"]]:

@@ -8,6 +8,7 @@ All of it depends on the gradients through one matrix, C = GᵀG:   E(Q) = ‖GQ
     N5 haar        random; mean r / d
     N7 untrained   the proxy of the model at step 0
     N9 signs       Q with random signs of its coordinates: keeps large coordinates that states and gradients share
+    N10 shuffled   Q with the gradients of targets dealt anew: what the Jacobian and the frequencies of tokens give
 
 N6, paired windows, needs more than C: see windows.py.
 """

@@ -232,6 +232,16 @@ def uncoupled_alignments(
     return found
 
 
+def beside_shuffled(found: Sequence[Sequence[Alignment]], energies: Float[Tensor, "s k"]) -> list[list[Alignment]]:
+    """The same with N10, which is shown and decides nothing."""
+    every = []
+    for mine, here in zip(found, energies.tolist(), strict=True):
+        dealt = [Control(value=energy) for energy in here[: len(mine)]]
+        pairs = zip(mine, dealt, strict=True)
+        every.append([replace(one, controls={**one.controls, "shuffled": control}) for one, control in pairs])
+    return every
+
+
 def _cases(proxies: Sequence[Sequence[Proxy]], dim: int) -> list[tuple[int, int]]:
     """Place and number of every proxy; refused where one does not fit the gradients."""
     for proxy in itertools.chain.from_iterable(proxies):
