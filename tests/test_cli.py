@@ -1,5 +1,6 @@
 """The command line as a user meets it: what is printed where, and the exit codes."""
 
+import inspect
 import json
 import math
 import re
@@ -8,13 +9,16 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner, Result
 
+import anisoscope as an
 from anisoscope.cli import app
 from anisoscope.errors import CorpusError
+from anisoscope.flags import spec_flags
 from anisoscope.printing import sparkline
 from anisoscope.store import Store
 
@@ -88,6 +92,32 @@ def test_full_prints_every_record(saved_models: dict[str, Path], corpus_file: Pa
         "measure", saved_models["decoder"], "--corpus", corpus_file, *SMALL, "--metrics", "mean_cosine", "--full"
     )
     assert len([line for line in done.stdout.splitlines() if re.match(r"(embed|block\.\d|final_norm)\s", line)]) == 16
+
+
+def test_rows_that_differ_in_more_than_their_site_are_told_apart(tmp_path: Path) -> None:
+    config = tmp_path / "more.toml"
+    config.write_text('controls = ["shuffled_targets"]\ncurvature_rank = 3\n')
+    small = ("--tokens", "2048", "--seq-len", "32", "--sites", "block.2", "--rank", "4", "--config", config)
+    done = call("measure", "pocket-decoder", *small, "--metrics", "tangent_energy,tangent_frequency_trend", "--full")
+    assert done.exit_code == 0, done.stderr
+    header, *lines = (line for line in done.stdout.splitlines() if re.match(r"(site|block\.2)\s", line))
+    assert {"gradient", "proxy", "variant", "bin", "control", "control_value"} <= set(header.split())
+    assert len(lines) == len(set(lines)) > 20
+    assert sum(" shuffled " in line for line in lines) == 8
+    done = call("measure", "pocket-decoder", *small, "--metrics", "alignment")
+    (title,) = (line for line in done.stdout.splitlines() if line.startswith("gradient "))
+    assert "shuffled" in title.split()
+    lines = [line.split() for line in done.stdout.splitlines() if re.match("(virtual|activation) ", line)]
+    # Tokens, not types: half of those that were asked for, less what is not typical.
+    assert len(lines) == 8
+    assert all(900 < int(words[-1]) <= 1024 for words in lines)
+
+
+def test_every_setting_has_a_flag() -> None:
+    known = set(inspect.signature(spec_flags).parameters)
+    # What a model is and where it comes from is said otherwise; earlier proxies are found by --follow.
+    others = {"model", "revision", "weights", "run", "step", "corpus_hash", "proxy_from"}
+    assert {item.name for item in fields(an.Spec)} == known | others
 
 
 def test_text_can_come_from_standard_input(saved_models: dict[str, Path], corpus_file: Path) -> None:

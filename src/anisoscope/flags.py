@@ -35,8 +35,14 @@ def spec_flags(
     gride_scales: Annotated[str | None, typer.Option(help="Scales of gride.  [2,4,8,16,32,64]")] = None,
     isoscore_zeta: Annotated[float | None, typer.Option(help="Shrinkage of isoscore_star.  [0.25]")] = None,
     rank: Annotated[int | None, typer.Option(help="Directions of a tangent proxy.  [16]")] = None,
-    proxy: Annotated[str | None, typer.Option(help="Another tangent proxy beside pca and seminmf: svd.")] = None,
-    gradients: Annotated[str | None, typer.Option(help="Out of virtual and activation.  [both]")] = None,
+    curvature_rank: Annotated[int | None, typer.Option(help="Tangent directions of a curvature.  [4]")] = None,
+    proxy: Annotated[
+        str | None, typer.Option(help="Another tangent proxy beside pca and seminmf: svd, local_pca.")
+    ] = None,
+    gradients: Annotated[
+        str | None, typer.Option(help="virtual, activation, embedding, linear:PATH.  [the first two]")
+    ] = None,
+    controls: Annotated[str | None, typer.Option(help="More of them: type_disjoint, shuffled_targets.")] = None,
     blocks: Annotated[str | None, typer.Option(help="Path of the block list, where it is not found.")] = None,
     final_norm: Annotated[str | None, typer.Option(help="Path of the final norm, where it is not found.")] = None,
 ) -> dict[str, Any]:
@@ -58,8 +64,10 @@ def spec_flags(
         "gride_scales": _numbers(gride_scales),
         "isoscore_zeta": isoscore_zeta,
         "rank": rank,
+        "curvature_rank": curvature_rank,
         "proxy": proxy,
         "gradients": words(gradients),
+        "controls": words(controls),
         "blocks": words(blocks),
         "final_norm": words(final_norm),
     }

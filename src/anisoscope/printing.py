@@ -145,7 +145,8 @@ def _alignment_table(records: Sequence[Record]) -> Table:
     title = "Gradients in tangent proxies (means over sites; beyond chance: sites with p ≤ .05)"
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     names = ("gradient", "proxy", "mean", "population", "excess over sites", "energy", "control", "excess")
-    for name in (*names, "beyond chance", "normal_ratio", "rank", "points"):
+    shuffled = ["shuffled"] if any(row.control == "shuffled" for row in records) else []
+    for name in (*names, "beyond chance", "normal_ratio", *shuffled, "rank", "points"):
         table.add_column(name, justify="left" if name in names[:5] else "right", no_wrap=True)
     lines: dict[tuple, dict[str, list[Record]]] = {}
     for row in records:
@@ -153,7 +154,9 @@ def _alignment_table(records: Sequence[Record]) -> Table:
         line.setdefault(row.metric, []).append(row)
     for (gradient, proxy, variant, population), rows in lines.items():
         excess = sorted(rows.get("tangent_excess", []), key=lambda row: site_order(row.site))
-        one = next(iter(rows.values()))[0]
+        energies = rows.get("tangent_energy", [])
+        # The trend with frequency is about types.
+        one = (energies or excess or next(iter(rows.values())))[0]
         table.add_row(
             gradient,
             proxy,
@@ -163,13 +166,14 @@ def _alignment_table(records: Sequence[Record]) -> Table:
             *(
                 format_value(_mean(values))
                 for values in (
-                    [row.value for row in rows.get("tangent_energy", [])],
+                    [row.value for row in energies],
                     [row.control_value for row in excess if row.control_value is not None],
                     [row.value for row in excess],
                 )
             ),
             f"{sum((row.p or 1) <= 0.05 for row in excess)}/{len(excess)}",
             format_value(_mean([row.value for row in rows.get("normal_ratio", [])])),
+            *(format_value(_mean([row.control_value or math.nan for row in energies])) for _ in shuffled),
             str(one.rank),
             str(one.points),
         )
@@ -253,15 +257,27 @@ def _cell(record: Record | None, *, named: bool = False) -> str:
     return f"{format_spread(record)} @{record.site.removeprefix('block.')}" if named else format_spread(record)
 
 
+_LABELS, _TOLD_APART = ("site", "metric", "population"), ("stack", "gradient", "proxy", "variant", "bin")
+_NUMBERS, _BESIDE = ("value", "spread", "null"), ("low", "high", "control", "control_value", "p")
+_COUNTS = ("points", "dropped", "excluded")
+
+
 def _full_table(records: Sequence[Record]) -> Table:
+    """A row each; columns that only some metrics have where one of them is there."""
+    columns = (*_LABELS, *_TOLD_APART, *_NUMBERS, *_BESIDE, *_COUNTS)
+    names = [name for name in columns if any(getattr(row, name) is not None for row in records)]
     table = Table(box=None, pad_edge=False)
-    for name in ("site", "estimator", "population", "value", "spread", "null", "points", "dropped", "excluded", "note"):
-        table.add_column(name, justify="left" if name in ("site", "estimator", "population", "note") else "right")
+    for name in names:
+        words = name in (*_LABELS, *_TOLD_APART, "control")
+        table.add_column("estimator" if name == "metric" else name, justify="left" if words else "right")
+    table.add_column("note")
     for row in sorted(records, key=lambda row: (row.metric, row.population, site_order(row.site))):
-        numbers = (format_value(row.value), format_value(row.spread), format_value(row.null))
-        counts = (str(row.points), str(row.dropped), str(row.excluded))
-        table.add_row(row.site, row.metric, row.population, *numbers, *counts, Text(row.note or ""))
+        table.add_row(*(_plain(getattr(row, name)) for name in names), Text(row.note or ""))
     return table
+
+
+def _plain(value: object) -> str:
+    return "" if value is None else format_value(value) if isinstance(value, float) else str(value)
 
 
 def print_owners(unit: Unit) -> None:
