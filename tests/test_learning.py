@@ -108,6 +108,18 @@ def test_an_excess_that_the_untrained_model_has_already_is_not_learning_but_the_
     assert found["persists (the paper's control)"].holds is True
 
 
+def test_a_control_that_was_not_measured_is_not_judged() -> None:
+    rows = training(*planted(3))
+    judged_claims = {"emerges early", "persists", "emerges early (the paper's control)"}
+    assert judged_claims <= judged(rows).keys()
+    for metric, left in (
+        ("normal_ratio", {"emerges early", "persists"}),
+        ("tangent_excess", {"emerges early (the paper's control)"}),
+    ):
+        found = judged([row for row in rows if row["metric"] != metric]).keys()
+        assert found & judged_claims == left
+
+
 def test_every_seed_must_say_so() -> None:
     good, bad = planted(3), planted(6)
     agree = judged(*(training(*good, model=f"m-seed{seed}") for seed in range(3)))

@@ -90,7 +90,8 @@ def judge_learning(table: pa.Table, how: Resampling) -> Iterator[tuple[Subject, 
     }
     for (*_, family), seeds in sorted(families.items(), key=lambda item: [part or "" for part in item[0]]):
         for claim, (metric, test) in tests.items():
-            answers = [(one.model, answer) for one in seeds if (answer := test(one, how)) is not None]
+            measured = [one for one in seeds if any(metric in here for here in one.checkpoints)]
+            answers = [(one.model, answer) for one in measured if (answer := test(one, how)) is not None]
             if answers:
                 name = family if len(seeds) > 1 else seeds[0].model
                 subject = _subject(name, [model for model, _ in answers], metric, seeds[0].place, "training")
