@@ -3,9 +3,9 @@
 Runs: docs/runs/large (two trainings of 250 M tokens, 12 blocks x 512, measured live), docs/runs/pocket (six small ones,
 measured live), docs/runs/pocket-sites (the two pocket models at every site, with owners, embedding matrices and several
 window lengths), docs/runs/pocket-alignment and docs/runs/pocket-alignment-encoder (gradients of two trainings),
-docs/runs/pocket-gradients (gradients of twelve), docs/runs/large-gradients (of two larger ones),
-docs/runs/pocket-concepts, docs/runs/pocket-curvature (one training) and docs/runs/pocket-curvature-encoder (one of the
-twelve). All but the first two were made with
+docs/runs/pocket-shuffled (of both, and those of shuffled targets), docs/runs/pocket-gradients (gradients of twelve),
+docs/runs/large-gradients (of two larger ones), docs/runs/pocket-concepts, docs/runs/pocket-curvature (one training) and
+docs/runs/pocket-curvature-encoder (one of the twelve). All but the first two were made with
 
     for model in pocket-decoder pocket-encoder:
         anisoscope measure MODEL --tokens 16384 --seq-len 256 -o docs/runs/pocket-sites --owners
@@ -19,6 +19,10 @@ twelve). All but the first two were made with
         anisoscope measure pocket-decoder@stepSTEP --tokens 8192 --seq-len 128 -o docs/runs/pocket-alignment
                            --metrics alignment,loss --populations all --sites 'block.*'
         the same with pocket-encoder and docs/runs/pocket-alignment-encoder
+        anisoscope measure pocket-KIND@stepSTEP --tokens 8192 --seq-len 128 -o docs/runs/pocket-shuffled
+                           --metrics tangent_energy,tangent_excess,normal_ratio --populations typical --sites 'block.*'
+                           --controls shuffled_targets
+        (without its attachments)
     for kind, layout in (decoder, gpt_neox), (encoder, eurobert); exponent in 1.0, 0.5; seed in 0, 1, 2:
         anisoscope train --corpus enwik8 --kind KIND --layout LAYOUT --layers 6 --width 112 --heads 7 --vocabulary 2048
                          --seq-len 256 --batch-size 8 --steps 768 --learning-rate 2e-3 --warmup 50 --checkpoints 13
@@ -77,6 +81,10 @@ SHOWN = {
     ),
     "pocket-alignment": ("alignment-pocket-decoder-pydoc-all-mean-in",),
     "pocket-alignment-encoder": ("alignment-pocket-encoder-pydoc-all-mean-in",),
+    "pocket-shuffled": (
+        "alignment-pocket-decoder-pydoc-typical-mean-in",
+        "alignment-pocket-encoder-pydoc-typical-mean-in",
+    ),
     "pocket-gradients": (
         "alignment-pocket-decoder-a1.0-seed0-heldout-enwik8-typical-mean-in",
         "alignment-pocket-encoder-a1.0-seed0-heldout-enwik8-typical-mean-in",

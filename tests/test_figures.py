@@ -472,6 +472,12 @@ def test_alignment_is_averaged_over_blocks_with_every_control() -> None:
     assert energy["low"] is None
     assert found[0, "tangent energy"]["low"] == pytest.approx(0.4)
     assert column(data, "label") == ["0", "10"] * 3
+    dealt = [replace(row, control="shuffled", control_value=0.65) for row in aligned(0.6, 0.4)[:1]]
+    data = alignment_data(table_of(*dealt, *aligned(0.6, 0.4)[1:]), model="m")
+    found = {row["quantity"]: (row["value"], row["control"], row["low"]) for row in data.to_pylist()}
+    assert found["tangent energy"] == (pytest.approx(0.6), None, pytest.approx(0.5))
+    assert found["shuffled targets"] == (pytest.approx(0.65), "shuffled", None)
+    assert len(found) == 4
 
 
 def test_alignment_over_depth_is_that_of_the_last_checkpoint() -> None:

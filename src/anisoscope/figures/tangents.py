@@ -41,7 +41,12 @@ from anisoscope.figures.rows import (
 from anisoscope.store import name_trainings
 
 # The hardest control that applies is another from block to block; the paper's is always there (docs/tangent.md).
-ENERGY, HARDEST, NORMALS = QUANTITIES = ("tangent energy", "hardest control", "random normals")
+ENERGY, HARDEST, NORMALS, SHUFFLED = QUANTITIES = (
+    "tangent energy",
+    "hardest control",
+    "random normals",
+    "shuffled targets",
+)
 CONTROLLED = ("tangent_excess", "normal_ratio", "tangent_gain")
 _HOW = ("gradient", "proxy", "variant", "rank")
 _POINT = ("quantity", "control", "position", "label", "depth", "blocks", "value", "low", "high", "p", "significant")
@@ -75,7 +80,7 @@ def alignment_data(
 
     axis         step, tokens or checkpoint: means over the blocks as training goes on; depth: blocks of the last one
     quantity     `tangent energy`; the value of the `hardest control`, which `control` names; that of `random normals`,
-                 the paper's control
+                 the paper's control; the energy with `shuffled targets`, where that was asked for
     low, high    the energy's own interval, where there is one block to a point
     p            against that control; over blocks the median
     significant  of how many `blocks` p is at most .05
@@ -166,9 +171,9 @@ def narrowed(table: pa.Table, *, population: str | None, corpus: str | None, key
 
 def _quantities(row: Row) -> Iterable[Row]:
     if row["metric"] == "tangent_energy":
-        yield {**row, "quantity": ENERGY}
-    elif row["control"] and is_number(row["control_value"]):
-        quantity = NORMALS if row["metric"] == "normal_ratio" else HARDEST
+        yield {**row, "control": None, "quantity": ENERGY}
+    if row["control"] and is_number(row["control_value"]):
+        quantity = {"tangent_energy": SHUFFLED, "normal_ratio": NORMALS}.get(row["metric"], HARDEST)
         bare = {"low": None, "high": None, "metric": "tangent_energy"}
         yield {**row, **bare, "value": row["control_value"], "quantity": quantity}
 
