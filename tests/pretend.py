@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 # Not the first: results kept by device must not meet those of a real one.
 DEVICE = torch.device("cuda:7")
 # What may take tensors from both places.
-MIXING = {"to", "copy_", "__getitem__", "__setitem__", "type_as"}
+MIXING = {"to", "__getitem__", "__setitem__"}
 # What no tensor of the CPU goes with, not even a single number.
 STRICT = {"cat", "stack", "matmul", "__matmul__", "bmm", "baddbmm"}
 WAITING = {
@@ -58,10 +58,12 @@ class Pretend(TorchFunctionMode):
         plain = [one for one in every if isinstance(one, Tensor) and not isinstance(one, There)]
         if there and name not in MIXING and any(one.dim() > 0 or name in STRICT for one in plain):
             raise RuntimeError(f"{name}: a tensor of the CPU met one of the GPU")
+        if name in ("__getitem__", "__setitem__") and not isinstance(args[0], There):
+            if any(isinstance(one, There) for one in tree_flatten(args[1])[0]):
+                raise RuntimeError(f"{name}: an index of the GPU into a tensor of the CPU")
+            there = False
         wanted = _device_of(name, args, kwargs)
         ends_there = there if wanted is None else wanted
-        if name == "to" and there and wanted is None and isinstance(args[0], There) is False:
-            ends_there = any(isinstance(one, There) for one in args[1:])
         if name == "numpy" and there:
             raise TypeError("numpy() of a tensor on the GPU")
         if ends_there and kwargs.get("generator") is not None:

@@ -21,8 +21,8 @@ from anisoscope.probes import draw_probe
 
 pytestmark = pytest.mark.skipif(has_triton(), reason="kernels of a real GPU would be asked to do what it pretends")
 
-# Between a stack of sites and each alone, as the CPU has it; cones of either may end at another iteration.
-TOLERANCES = {"pca": 1e-5, "seminmf": 2e-2}
+# Between a stack of sites and each alone, as the CPU has it.
+TOLERANCE = 1e-5
 
 
 @pytest.fixture(scope="module")
@@ -69,8 +69,7 @@ def check(found: list[ProbeRow], expected: list[ProbeRow]) -> None:
             assert getattr(one, name) == getattr(other, name)
         assert one.answer.points == other.answer.points
         assert one.columns.get("control") == other.columns.get("control")
-        tolerance = TOLERANCES.get(other.columns.get("proxy", "pca"), 1e-5)
-        assert one.answer.value == pytest.approx(other.answer.value, rel=tolerance, abs=tolerance, nan_ok=True), other
+        assert one.answer.value == pytest.approx(other.answer.value, rel=TOLERANCE, abs=TOLERANCE, nan_ok=True), other
 
 
 def test_it_refuses_what_a_gpu_refuses_and_counts_what_waits() -> None:
@@ -86,6 +85,7 @@ def test_it_refuses_what_a_gpu_refuses_and_counts_what_waits() -> None:
             lambda: torch.cat([there, here]),
             lambda: torch.stack([there.sum(), here.sum()]),
             lambda: there.index_add_(0, torch.tensor([0, 1, 2]), there),
+            lambda: here[there > 0],
             lambda: torch.randn(3, generator=generator, device=DEVICE),
         ):
             with pytest.raises(RuntimeError):
@@ -148,10 +148,10 @@ def test_a_matrix_on_a_gpu_gives_what_it_gives_on_the_cpu(family: str) -> None:
         found = an.estimate(metrics=family, rank=4, **{name: one.to(DEVICE) for name, one in given.items()})
     assert found.keys() == expected.keys()
     for name, one in expected.items():
-        assert found[name].value == pytest.approx(one.value, rel=1e-5, abs=1e-5, nan_ok=True), name
+        assert found[name].value == pytest.approx(one.value, rel=TOLERANCE, abs=TOLERANCE, nan_ok=True), name
 
 
-def test_what_a_gpu_is_asked_for_does_not_grow_with_the_sites(decoder: Model) -> None:
+def test_what_a_gpu_is_asked_for_hardly_grows_with_the_sites(decoder: Model) -> None:
     counts = []
     for sites in (("block.1", "block.2"), ("*",)):
         probed = probe_of(decoder, sites)
@@ -160,4 +160,5 @@ def test_what_a_gpu_is_asked_for_does_not_grow_with_the_sites(decoder: Model) ->
             gpu.waits.clear()
             rows_of(there, "alignment")
         counts.append(sum(gpu.waits.values()))
-    assert counts[1] <= counts[0] + 16, counts
+    # One a site, and searches may take longer for some.
+    assert counts[1] <= counts[0] + 12, counts

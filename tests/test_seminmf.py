@@ -393,8 +393,8 @@ def test_one_kernel_does_what_the_operations_of_an_iteration_do(rank: int) -> No
         assert all(map(torch.equal, before, copies))
         torch.testing.assert_close(seen, single, rtol=1e-5, atol=0)
         assert torch.equal(seen[:, -1], made[4])
-        residuals = seminmf._squared_errors(made[0], made[2], run.points) + run.dropped
-        torch.testing.assert_close(residuals, made[4], rtol=1e-6, atol=0)
+        exact = seminmf._squared_errors(made[0].double(), made[2], run.points.double()) + run.dropped
+        torch.testing.assert_close(made[4], exact, rtol=1e-6, atol=0)
         # Both forget where they were: small differences would grow.
         vars(run).update(zip(seminmf.PROGRESS, made, strict=True))
 

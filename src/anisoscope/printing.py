@@ -173,7 +173,10 @@ def _alignment_table(records: Sequence[Record]) -> Table:
             ),
             f"{sum((row.p or 1) <= 0.05 for row in excess)}/{len(excess)}",
             format_value(_mean([row.value for row in rows.get("normal_ratio", [])])),
-            *(format_value(_mean([row.control_value or math.nan for row in energies])) for _ in shuffled),
+            *(
+                format_value(_mean([row.control_value for row in energies if row.control_value is not None]))
+                for _ in shuffled
+            ),
             str(one.rank),
             str(one.points),
         )

@@ -233,13 +233,14 @@ def uncoupled_alignments(
 
 
 def beside_shuffled(found: Sequence[Sequence[Alignment]], energies: Float[Tensor, "s k"]) -> list[list[Alignment]]:
-    """The same with N10, which is shown and decides nothing."""
-    every = []
-    for mine, here in zip(found, energies.tolist(), strict=True):
-        dealt = [Control(value=energy) for energy in here[: len(mine)]]
-        pairs = zip(mine, dealt, strict=True)
-        every.append([replace(one, controls={**one.controls, "shuffled": control}) for one, control in pairs])
-    return every
+    """The same with N10, which is shown and decides nothing; a place with fewer proxies has fewer of the energies."""
+    return [
+        [
+            replace(one, controls={**one.controls, "shuffled": Control(value=energy)})
+            for one, energy in zip(mine, here[: len(mine)], strict=True)
+        ]
+        for mine, here in zip(found, energies.tolist(), strict=True)
+    ]
 
 
 def _cases(proxies: Sequence[Sequence[Proxy]], dim: int) -> list[tuple[int, int]]:
