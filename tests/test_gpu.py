@@ -10,8 +10,10 @@ import anisoscope as an
 from anisoscope.cloud import Cloud, Tokens
 from anisoscope.corpora import load_corpus
 from anisoscope.estimates import evaluate
-from anisoscope.lab import build_untrained
+from anisoscope.kernels import queues
+from anisoscope.lab import Recipe, build_model, build_untrained
 from anisoscope.metrics import all_metrics
+from anisoscope.models import load_model
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
 
@@ -85,8 +87,6 @@ def test_norms_attention_occurrences_and_weights_agree_between_cpu_and_gpu(corpu
 
 
 def test_gradients_types_and_their_nulls_agree_between_cpu_and_gpu() -> None:
-    from anisoscope.models import load_model
-
     spec = an.Spec(
         model="pocket-decoder",
         tokens=64 * 64,
@@ -107,6 +107,30 @@ def test_gradients_types_and_their_nulls_agree_between_cpu_and_gpu() -> None:
         assert two.value == pytest.approx(one.value, nan_ok=True, **close), place
         if one.p is not None and one.proxy != "seminmf":
             assert two.p == pytest.approx(one.p, abs=0.011), place
+
+
+def test_a_second_queue_changes_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    pocket = load_model("pocket-decoder", device="cpu")
+    torch.manual_seed(0)
+    # Wide enough that the second queue is still busy when the first is looked at.
+    recipe = Recipe(layers=6, width=1024, heads=16, vocabulary=len(pocket.tokenizer))
+    module = build_model(recipe, pocket.tokenizer).cuda()
+    spec = an.Spec(model="wide", tokens=4096, seq_len=64, metrics=("alignment",))
+
+    def records() -> list[an.Record]:
+        return list(an.measure(spec, model=module, tokenizer=pocket.tokenizer, progress=False).records)
+
+    several = [records() for _ in range(3)]
+    monkeypatch.setattr(queues, "_second", lambda device: None)
+    alone = records()
+    assert len(alone) > 500
+    for found in several:
+        for one, two in zip(found, alone, strict=True):
+            place = (one.metric, one.site, one.gradient, one.proxy, one.variant, one.control)
+            assert one.value == pytest.approx(two.value, rel=1e-6, abs=1e-9, nan_ok=True), place
+            assert one.p == (two.p if two.p is None else pytest.approx(two.p, nan_ok=True)), place
+            if one.control_value is not None:
+                assert one.control_value == pytest.approx(two.control_value, rel=1e-6, abs=1e-9, nan_ok=True), place
 
 
 def test_low_precision_models_are_measured_on_the_gpu(corpus_file: Path) -> None:

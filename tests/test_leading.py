@@ -64,7 +64,7 @@ def test_axes_are_those_of_a_whole_decomposition(matrices: Tensor, dtype: torch.
 
 def test_matrices_that_do_not_settle_are_decomposed_whole(matrices: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leading, "LOOKS", 1)
-    values, axes = leading_axes(matrices, 16)
+    values, axes = leading_axes(matrices, 16, settled=0.0)
     exact, whole = (one.flip(-1) for one in torch.linalg.eigh(matrices))
     torch.testing.assert_close(values, exact[:, :24], atol=1e-14, rtol=1e-10)
     torch.testing.assert_close(axes.abs(), whole[:, :, :24].abs(), atol=1e-10, rtol=0)
@@ -74,6 +74,15 @@ def test_zeros_have_axes_too() -> None:
     values, axes = leading_axes(torch.zeros(2, D, D), 16)
     assert float(values.abs().max()) == 0
     torch.testing.assert_close(axes.mT @ axes, torch.eye(24).expand(2, 24, 24), atol=1e-5, rtol=0)
+
+
+def test_zeros_beside_others_change_nothing(matrices: Tensor) -> None:
+    among = torch.cat([matrices[:3], torch.zeros(1, D, D).double(), matrices[3:]])
+    values, axes = leading_axes(among, 16)
+    assert float(values[3].abs().max()) == 0
+    torch.testing.assert_close(axes.mT @ axes, torch.eye(24).double().expand(len(axes), 24, 24), atol=1e-9, rtol=0)
+    alone = leading_axes(matrices, 16)[0]
+    torch.testing.assert_close(values[[0, 1, 2, *range(4, len(values))], :16], alone[:, :16], atol=1e-13, rtol=1e-6)
 
 
 def without(matrix: Tensor, basis: Tensor) -> float:

@@ -90,7 +90,9 @@ def _align(probed: Probed, found: Mapping[str, Metric], past: Past | None) -> Al
     analysis, own = _Analysis(probed, found), probed.spec.proxy_from is None
     usual = dict.fromkeys(name for item in found.values() for name in item.populations)
     for places in analysis.places(probed.spec.populations or tuple(usual)):
-        held, fits = analysis.hold(places), analysis.fit(places)
+        held = analysis.hold(places)
+        held.begin()
+        fits = analysis.fit(places)
         if own:
             aligned.rows.extend(analysis.at(held, fits))
             aligned.attachments.update(sketch([(place.site, place.population) for place in places], fits))
@@ -142,16 +144,19 @@ class _Analysis:
         fit, test = self.probed.fit_states, self.probed.gradients.sites
         fitting = self._keep("fit", [fit[site] for site, _ in some], [population for _, population in some])
         testing = self._keep("test", [test[site].values for site, _ in some], [population for _, population in some])
+        # Not by each mask, which a GPU would have to count by itself.
+        kept = fitting.nonzero()[:, 1].split(fitting.sum(1).tolist())
+        every = zip(some, kept, testing.unbind(), fitting.unbind(), strict=True)
         return [
             Place(
                 site=site,
                 population=population,
-                fitted=fit[site][fitting[number]],
+                fitted=fit[site][index],
                 here=test[site],
-                keep=testing[number],
-                fit_keep=fitting[number],
+                keep=keep,
+                fit_keep=fit_keep,
             )
-            for number, (site, population) in enumerate(some)
+            for (site, population), index, keep, fit_keep in every
         ]
 
     def _keep(

@@ -200,7 +200,7 @@ def rows_of_concepts(found: Found | None, metrics: Collection[Metric], place: di
             of_gradients = {"gradient": "activation", "control": found.energy.control or None, "p": found.energy.p}
             columns |= of_gradients | {"low": found.energy.energy.low, "high": found.energy.energy.high}
         row = ProbeRow.of(metric, view, note=None if found is None else found.note, **columns, **place)
-        yield replace(row, answer=replace(row.answer, null=chance))
+        yield row._replace(answer=replace(row.answer, null=chance))
 
 
 def _attach(

@@ -107,7 +107,7 @@ def _reading(metric: Metric, reading: Curvature, variant: str, place: dict[str, 
         notes.append("more variance from curvature than along the tangent: no surface of this rank, at this scale")
     p = {"p": reading.p} if of_variance else {}
     row = _row(metric, found, reading.points, "; ".join(notes) or None, variant, place, **p)
-    return replace(row, answer=replace(row.answer, dropped=reading.dropped))
+    return row._replace(answer=replace(row.answer, dropped=reading.dropped))
 
 
 def _attenuations(metric: Metric, found: FrequencyResponse, place: dict[str, Any]) -> Iterator[ProbeRow]:
@@ -128,4 +128,4 @@ def _row(
     view = Curved(**{_PARTS[metric.name]: found.value})
     row = ProbeRow.of(metric, view, points=points, variant=variant, low=found.low, high=found.high, **columns, **place)
     # The reason says more than the declaration does.
-    return replace(row, answer=replace(row.answer, note=note or row.answer.note))
+    return row._replace(answer=replace(row.answer, note=note or row.answer.note))

@@ -93,11 +93,18 @@ def summarize(results: Sequence[Evaluated], metric: Metric, dim: int, settings: 
     )
 
 
-def answer_once(metric: Metric, value: Tensor | float, points: int, dim: int, settings: Mapping[str, Any]) -> Estimate:
-    """The Estimate of a number that comes from all points together."""
-    note = _missing(metric, value, points, 0, dim, settings)
+def answer_once(
+    metric: Metric,
+    value: Tensor | float,
+    points: int,
+    dim: int,
+    settings: Mapping[str, Any],
+    note: str | None = None,
+) -> Estimate:
+    """The Estimate of a number that comes from all points together, with what else is to be noted."""
+    missing = _missing(metric, value, points, 0, dim, settings)
     null, missing_null = null_of(metric, points, dim, settings)
-    number = math.nan if note else float(value)
+    number = math.nan if missing else float(value)
     return Estimate(
         value=number,
         spread=math.nan,
@@ -107,7 +114,7 @@ def answer_once(metric: Metric, value: Tensor | float, points: int, dim: int, se
         points=points,
         dropped=0,
         dim=dim,
-        note=f"{note}; {missing_null}" if note and missing_null else note or missing_null,
+        note="; ".join(filter(None, (missing, missing_null, note))) or None,
     )
 
 

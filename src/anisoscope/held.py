@@ -13,6 +13,7 @@ from torch import Tensor
 
 from anisoscope.gradients import Coupled
 from anisoscope.kernels.leading import leading_values
+from anisoscope.kernels.queues import aside, rejoin
 from anisoscope.metrics import Metric
 from anisoscope.metrics.alignment import Enrichment, Removed, Trend, Turned
 from anisoscope.probed import Probed, ProbeRow
@@ -62,12 +63,13 @@ class Held:
         self, probed: Probed, metrics: Mapping[str, Metric], places: Sequence[Place], gradients: Sequence[str]
     ) -> None:
         self.probed, self.places, self.seed = probed, places, probed.spec.seed
-        self.metrics, self.shown = metrics, probed.gradients
+        self.metrics, self.shown, self.dim = metrics, probed.gradients, places[0].here.values.shape[1]
         self.gradients = tuple(gradients)
         self.keep = torch.stack([place.keep for place in places])
         # On the CPU, now: later a copy would wait for all that a GPU has been given to do.
         self.kept, self.types = self.keep.cpu(), self.shown.tokens.ids.cpu()
         self.points = self.kept.sum(1).tolist()
+        self.excluded = [self.kept.shape[1] - mine for mine in self.points]
         self.pairing, self.rows = None, None
         self.squares: dict[tuple[int, str], tuple[Tensor, Tensor]] = {}
         """‖Qᵀa‖² and ‖a‖² of the activation gradients, for each place and proxy they were held against."""
@@ -77,6 +79,12 @@ class Held:
         if set(self.gradients) - {"activation"}:
             values = torch.stack([place.here.values for place in places])
             self.pairing = pair_each(values, here, self.shown.windows, keep=self.keep, seed=self.seed)
+
+    def begin(self) -> None:
+        """Give a GPU what needs no proxy: it is done before there is one."""
+        if self.pairing is not None:
+            with aside(self.keep.device):
+                self.pairing.begin()
 
     @cached_property
     def moments(self) -> Float[Tensor, "s g d d"]:
@@ -93,15 +101,15 @@ class Held:
 
     def _row(self, at: int, metric: str, view: Any, columns: Mapping[str, Any], points: int | None = None) -> ProbeRow:
         """A row of a place; about tokens, unless it comes with points of another kind."""
-        place, mine = self.places[at], self.points[at]
+        place = self.places[at]
         return ProbeRow.of(
             self.metrics[metric],
             view,
             site=place.site,
             population=place.population,
-            points=mine if points is None else points,
-            dim=place.here.values.shape[1],
-            excluded=len(place.keep) - mine if points is None else 0,
+            points=self.points[at] if points is None else points,
+            dim=self.dim,
+            excluded=self.excluded[at] if points is None else 0,
             **columns,
         )
 
@@ -110,10 +118,11 @@ class Held:
         if self.rows is None:
             return None
         squares = row_squares(self.rows, bases_of(proxies_of(candidates)))
-        for at, mine in enumerate(candidates):
-            for place, (name, _, variant) in enumerate(mine):
+        for at, (mine, here) in enumerate(zip(candidates, squares, strict=True)):
+            *inside, whole = here.unbind(1)
+            for (name, _, variant), one in zip(mine, inside, strict=False):
                 if variant == WITH_MEAN:
-                    self.squares[at, name] = squares[at, :, place], squares[at, :, -1]
+                    self.squares[at, name] = one, whole
         return squares
 
     def enrichment(
@@ -130,7 +139,7 @@ class Held:
                 site=place.site,
                 population=place.population,
                 points=self.points[at],
-                excluded=len(place.keep) - self.points[at],
+                excluded=self.excluded[at],
                 columns=_columns(gradient, name, proxy, variant),
             )
 
@@ -147,10 +156,11 @@ class Held:
             }
             for way, removal in ways.items():
                 columns = _columns(gradient, name, proxy, f"{WITH_MEAN};share={way}") | {"note": share.note}
-                view = Removed(change=removal.tangent)
-                for control, value, p in (("normal", removal.normal, removal.p), ("next", removal.following, None)):
-                    beside = {"control": control, "control_value": value, "p": p}
-                    yield self._row(at, "tangent_anisotropy_share", view, columns | beside)
+                normal = {"control": "normal", "control_value": removal.normal, "p": removal.p}
+                row = self._row(at, "tangent_anisotropy_share", Removed(change=removal.tangent), columns | normal)
+                following = {"control": "next", "control_value": removal.following, "p": None}
+                yield row
+                yield row._replace(columns=row.columns | following)
 
     def by_frequency(self, at: int, name: str, proxy: Proxy, found: ByFrequency) -> Iterator[ProbeRow]:
         """Energies of activation gradients at a place by token frequency, and their trend over types."""
@@ -189,7 +199,7 @@ class Held:
             site=place.site,
             population=place.population,
             points=self.points[at],
-            excluded=len(keep) - self.points[at],
+            excluded=self.excluded[at],
             columns={"gradient": "activation", "proxy": "local_pca", "rank": proxy.rank, "variant": WITH_MEAN},
         )
 
@@ -279,15 +289,17 @@ def hold_against(
     led = plain if removal else [[False] * len(mine) for mine in plain]
     proxies, seed = proxies_of(usable), held.seed
     squares = held.project(usable)
+    moments, leading, device = held.moments.flatten(0, 1), None, held.keep.device
+    # A GPU is given windows and random spaces to look at, which takes it a while.
+    with aside(device):
+        seen = None if held.pairing is None else held.pairing.look_in(bases_of(proxies))
+        spaces = spaces_beside(held.moments, proxies, seed=seed, keep=LED_DRAWS, led=led)
     rows = split_by_frequency(held, kept) if own else [[] for _ in held.places]
-    # A GPU is given windows and random spaces to look at, and then has enough to do for a while.
-    seen = None if held.pairing is None else held.pairing.look_in(bases_of(proxies))
-    spaces = spaces_beside(held.moments, proxies, seed=seed, keep=LED_DRAWS, led=led)
-    moments, leading = held.moments.flatten(0, 1), None
     if removal:
         leading = find_leading(moments, max(proxy.rank for mine in kept for _, proxy, _ in mine))
     # What gradients are by themselves is told with plain proxies only.
     shares = leading.shares if leading else leading_shares(moments) if any(kept) else [math.nan] * len(moments)
+    rejoin(device)
     for number, gradient in enumerate(held.gradients):
         beside = [here[number] for here in spaces]
         if held.pairing is not None and gradient != "activation":

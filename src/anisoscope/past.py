@@ -40,7 +40,7 @@ def sketch(places: Iterable[tuple[Site, str]], fits: Iterable[Mapping[str, Proxy
         kept[f"{prefix}.mean"] = main.mean / main.distance
         if "seminmf" in proxies:
             kept[f"{prefix}.cone"] = proxies["seminmf"].basis
-    flat = torch.cat([one.half().flatten() for one in kept.values()]).cpu().numpy()
+    flat = torch.cat([one.flatten() for one in kept.values()]).half().cpu().numpy()
     parts = np.split(flat, np.cumsum([one.numel() for one in kept.values()])[:-1])
     return shares | {name: part.reshape(one.shape) for (name, one), part in zip(kept.items(), parts, strict=True)}
 

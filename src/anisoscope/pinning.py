@@ -109,7 +109,7 @@ def _trend_rows(
             metric, replace(view, mean=True), points=int(quantity.isfinite().sum()), variant="of=mean", **place
         )
         # The null of a correlation is not that of a length.
-        yield replace(mean, answer=replace(mean.answer, null=math.nan))
+        yield mean._replace(answer=replace(mean.answer, null=math.nan))
 
 
 def pinning_attachments(probed: Probed) -> dict[str, np.ndarray]:

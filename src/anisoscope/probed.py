@@ -3,11 +3,10 @@
 Whatever is fitted is fitted on the fit half and tested on the test half, which share no document.
 """
 
-import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -26,17 +25,16 @@ from anisoscope.records import Estimate, Site, Spec
 FORWARD_TOKENS = 4096
 
 
-@dataclass(frozen=True, kw_only=True)
-class ProbeRow:
-    """One number, and the columns that tell it from others."""
+class ProbeRow(NamedTuple):
+    """One number, and the columns that tell it from others. A tuple: thousands are made beside a few passes."""
 
     site: Site
     population: str
     metric: Metric
     answer: Estimate
-    excluded: int = 0
+    excluded: int
     """Tokens that the population left out; 0 where points are not tokens."""
-    columns: dict[str, Any] = field(default_factory=dict)
+    columns: dict[str, Any]
 
     @classmethod
     def of(
@@ -54,12 +52,8 @@ class ProbeRow:
         **columns: Any,
     ) -> "ProbeRow":
         """The metric of a view: NaN with the reason where the data forbid it, and with what else is to be noted."""
-        answer = answer_once(metric, metric(view), points, dim, settings or {})
-        reason = answer.note if math.isnan(answer.value) else None
-        notes = f"{reason}; {note}" if reason and note else reason or note or None
-        if notes != answer.note:
-            answer = replace(answer, note=notes)
-        return cls(site=site, population=population, metric=metric, answer=answer, excluded=excluded, columns=columns)
+        answer = answer_once(metric, metric(view), points, dim, settings or {}, note)
+        return cls(site, population, metric, answer, excluded, columns)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -63,21 +63,22 @@ def leading_axes(
     floor = torch.where(traces > 0, ROUNDING * traces, 1)
     for _ in range(POWERS):
         axes = _independent(exact @ axes + floor * axes)
-    for look in range(LOOKS):
+    # Only where to cut: nothing has settled yet, and eigenvectors take longer than eigenvalues.
+    values = small_eigvalsh(axes.mT @ (exact @ axes)).flip(1).clamp_min(0)
+    for _ in range(LOOKS):
+        least = values[:, -1].clamp_min(ROUNDING * values[:, 0])
+        ahead = torch.where(least > 0, 2 * values[:, 0] / least - 1, 1).clamp_min(1 + ROUNDING)
+        degree = int((math.log(2 * GROWTH) / torch.acosh(ahead)).clamp(1, MOST_DEGREE).min())
+        # B = 2(2C / λ - I), λ the least eigenvalue in the axes: T_q(B / 2) grows above λ alone.
+        stretched = exact * (4 / torch.where(least > 0, least, 1))[:, None, None]
+        stretched.diagonal(dim1=1, dim2=2).sub_(2)
+        for number in range(limit_on(FILTERS, exact)):
+            axes = _filter(stretched, axes if number == 0 else _independent(axes), degree)
         # Twice: the second time for what rounding leaves of the first (Yamamoto et al. 2015).
         values, axes, images = _ritz(exact, _independent(_independent(axes)))
         residuals = torch.linalg.vector_norm(images - axes * values[:, None], dim=1)[:, :count]
         if bool((residuals <= settled * values[:, :count] + ROUNDING * values[:, :1]).all()):
             return values, axes.to(matrices)
-        if look + 1 < LOOKS:
-            least = values[:, -1].clamp_min(ROUNDING * values[:, 0])
-            ahead = (2 * values[:, 0] / least - 1).clamp_min(1 + ROUNDING)
-            degree = int((math.log(2 * GROWTH) / torch.acosh(ahead)).clamp(1, MOST_DEGREE).min())
-            # B = 2(2C / λ - I), λ the least eigenvalue in the axes: T_q(B / 2) grows above λ alone.
-            stretched = exact * (4 / torch.where(least > 0, least, 1))[:, None, None]
-            stretched.diagonal(dim1=1, dim2=2).sub_(2)
-            for number in range(limit_on(FILTERS, exact)):
-                axes = _filter(stretched, axes if number == 0 else _independent(axes), degree)
     return _whole(matrices, width)
 
 
@@ -97,9 +98,17 @@ def _whole(matrices: Float[Tensor, "s d d"], width: int) -> tuple[Float[Tensor, 
 
 def small_eigh(matrices: Float[Tensor, "*s k k"]) -> tuple[Float[Tensor, "*s k"], Float[Tensor, "*s k k"]]:
     """Eigenvalues, ascending, and eigenvectors, computed where that is faster."""
-    there = BATCHED_DIM < matrices.shape[-1] <= HOST_DIM
-    values, axes = torch.linalg.eigh(matrices.cpu() if there else matrices)
+    values, axes = torch.linalg.eigh(_where_faster(matrices))
     return values.to(matrices), axes.to(matrices)
+
+
+def small_eigvalsh(matrices: Float[Tensor, "*s k k"]) -> Float[Tensor, "*s k"]:
+    """Eigenvalues alone."""
+    return torch.linalg.eigvalsh(_where_faster(matrices)).to(matrices)
+
+
+def _where_faster(matrices: Float[Tensor, "*s k k"]) -> Float[Tensor, "*s k k"]:
+    return matrices.cpu() if BATCHED_DIM < matrices.shape[-1] <= HOST_DIM else matrices
 
 
 def _independent(axes: Float[Tensor, "s d k"]) -> Float[Tensor, "s d k"]:

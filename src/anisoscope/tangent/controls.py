@@ -13,6 +13,7 @@ All of it depends on the gradients through one matrix, C = GᵀG:   E(Q) = ‖GQ
 N6, paired windows, needs more than C: see windows.py.
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -164,21 +165,24 @@ def _spaces_of_rank(
             normal = omega[:some] - along[:, :led, :some] @ bases[:, :led].mT[:, :, None]
             kept = torch.cat([kept, (root[:, :led, :some] @ normal).mT], 2)
     haar, normal, squares = (torch.cat(one, -1).double() for one in zip(*parts, strict=True))
-    nothing = squares.new_empty(0), kept.new_empty(0, dim, rank)
+    # Taken apart at once: there may be hundreds, and an index for each would take longer than the draws did.
+    haars, normals, squared = (iter(one.flatten(0, -2).unbind()) for one in (haar, normal, squares))
+    no_squares = [squares.new_empty(0)] * (count - led)
+    no_bases = [kept.new_empty(0, dim, rank)] * (count - led)
     return [
         [
             [
-                RandomSpaces(
-                    haar=haar[at, which],
-                    normal=normal[at, which, place],
-                    normal_squares=squares[at, which, place] if place < led else nothing[0],
-                    normal_bases=kept[at, place] if place < led else nothing[1],
+                RandomSpaces(haar=uniform, normal=one, normal_squares=two, normal_bases=three)
+                for one, two, three in zip(
+                    itertools.islice(normals, count),
+                    (*itertools.islice(squared, led), *no_squares),
+                    (*mine.unbind(), *no_bases),
+                    strict=True,
                 )
-                for place in range(count)
             ]
-            for which in range(moments.shape[1])
+            for uniform in itertools.islice(haars, moments.shape[1])
         ]
-        for at in range(several)
+        for mine in kept.unbind()
     ]
 
 

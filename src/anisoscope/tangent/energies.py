@@ -10,7 +10,7 @@ vary whether there is a signal or not.
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -42,6 +42,7 @@ from anisoscope.tangent.windows import (
 )
 
 UNCOUPLED_CONTROLS = ("haar", "signs", "next")
+NO_DRAWS = torch.empty(0, dtype=torch.float64)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -50,7 +51,7 @@ class Control:
 
     value: float
     p: float = math.nan
-    draws: Float[Tensor, " m"] = field(default_factory=lambda: torch.empty(0, dtype=torch.float64))
+    draws: Float[Tensor, " m"] = NO_DRAWS
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
