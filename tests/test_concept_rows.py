@@ -15,6 +15,7 @@ from anisoscope.cli import app
 from anisoscope.concepts import Found, OtherHalf, find_concepts, rows_of_concepts
 from anisoscope.corpora import load_corpus
 from anisoscope.metrics import all_metrics
+from anisoscope.printing import print_unit
 from anisoscope.probed import ProbeRow
 from anisoscope.records import Site
 from anisoscope.tracks import match_directions, read_history
@@ -166,6 +167,18 @@ def test_what_is_attached_needs_no_model(run: Path) -> None:
         for token, context in zip(row["top_tokens"], row["contexts"], strict=True):
             assert f"⟦{token}⟧" in context
         assert len(set(row["top_tokens"])) == len(row["top_tokens"])
+
+
+def test_numbers_of_concepts_are_printed_beside_each_other(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store = an.Store(run)
+    unit = store.get(store.table().to_pylist()[0]["key"])
+    print_unit(unit)
+    shown = capsys.readouterr().out
+    # The energy is about gradients, and about no proxy: it is no line of theirs.
+    assert "Gradients in tangent proxies" not in shown
+    for row in unit.records:
+        (line,) = [line for line in shown.splitlines() if line.startswith(f"{row.metric} ")]
+        assert f"{row.value:.3g}" in line
 
 
 def test_the_command_prints_tables_and_tracks(run: Path) -> None:

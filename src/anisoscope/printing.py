@@ -72,8 +72,9 @@ def print_unit(unit: Unit, *, full: bool = False) -> None:
     stacks = list(dict.fromkeys(record.stack for record in records if record.site != "output"))
     for stack in stacks:
         here = [record for record in records if record.stack == stack and record.site != "output"]
-        aligned = [record for record in here if record.gradient is not None and _is_headline(record)]
-        plain = [record for record in here if record.gradient is None]
+        of_gradients = [record for record in here if record.gradient is not None and record.proxy is not None]
+        aligned = [record for record in of_gradients if _is_headline(record)]
+        plain = [record for record in here if record.gradient is None or record.proxy is None]
         if full:
             console.print(_full_table(here))
         elif plain:
