@@ -17,6 +17,7 @@ from anisoscope.gauge import seed_for
 from anisoscope.gradients import capture_gradients
 from anisoscope.layout import select_sites
 from anisoscope.models import Model, load_model
+from anisoscope.printing import print_unit
 from anisoscope.probed import Probed
 from anisoscope.probes import draw_probe
 from anisoscope.records import Record, Site
@@ -430,3 +431,30 @@ def test_a_matrix_without_what_it_needs_is_refused() -> None:
         an.estimate(points, "centroid_distance", token_ids=np.arange(256), frequencies=np.zeros(256))
     with pytest.raises(SpecError, match="gradient is virtual or activation"):
         an.estimate(points, "tangent_excess", grads=points, gradient="weight")
+
+
+def test_gradients_are_printed_a_line_for_each_proxy_and_population(
+    unit: an.Unit, capsys: pytest.CaptureFixture[str]
+) -> None:
+    print_unit(unit)
+    shown = capsys.readouterr().out.splitlines()
+    start = next(number for number, line in enumerate(shown) if line.startswith("Gradients in tangent proxies"))
+    lines = [line.split() for line in shown[start + 2 : start + 18]]
+    assert [line[:4] for line in lines] == [
+        [gradient, proxy, mean, population]
+        for gradient in ("activation", "virtual")
+        for proxy in ("pca", "seminmf")
+        for mean in ("in", "out")
+        for population in ("all", "typical")
+    ]
+    for gradient, proxy, mean, population, _, *cells in lines:
+        place = {"gradient": gradient, "proxy": proxy, "population": population, "variant": f"mean={mean}"}
+        energy, ratio = (one(unit, metric=name, bin=None, **place) for name in ("tangent_energy", "normal_ratio"))
+        excess = one(unit, metric="tangent_excess", **place)
+        assert excess.p is not None
+        expected = [energy.value, excess.control_value, excess.value]
+        np.testing.assert_allclose([float(cell) for cell in cells[:3]], expected, rtol=5e-3, atol=5e-5)
+        assert cells[3] == f"{int(excess.p <= 0.05)}/1"
+        assert float(cells[4]) == pytest.approx(ratio.value, rel=5e-3)
+        # Of tokens, also where a trend over types stands beside.
+        assert cells[5:] == [str(energy.rank), str(energy.points)]

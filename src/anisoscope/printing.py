@@ -153,7 +153,7 @@ def _alignment_table(records: Sequence[Record]) -> Table:
     for row in records:
         line = lines.setdefault((row.gradient, row.proxy, row.variant, row.population), {})
         line.setdefault(row.metric, []).append(row)
-    for (gradient, proxy, variant, population), rows in lines.items():
+    for (gradient, proxy, variant, population), rows in sorted(lines.items(), key=lambda line: str(line[0])):
         excess = sorted(rows.get("tangent_excess", []), key=lambda row: site_order(row.site))
         energies = rows.get("tangent_energy", [])
         # The trend with frequency is about types.
