@@ -187,14 +187,41 @@ def test_uncoupled_signals() -> None:
     assert all(one.excess < 0 for one in outside)
 
 
+@pytest.mark.parametrize("share", [1.0, 0.8])
 @pytest.mark.parametrize("kind", NULLS)
-def test_signal_free_gradients_are_in_no_local_tangent_space(kind: str) -> None:
-    flagged = 0
+def test_signal_free_gradients_are_in_no_local_tangent_space(kind: str, share: float) -> None:
+    """Nor where a population leaves windows of unequal lengths."""
+    found = []
     for seed in range(100):
-        fit, states, gradients = NULLS[kind](torch.Generator().manual_seed(seed))
+        chance = torch.Generator().manual_seed(seed)
+        fit, states, gradients = NULLS[kind](chance)
+        keep = torch.rand(len(states), generator=chance) <= share
         proxy = fit_local(fit, rank=3, neighbors=12)
-        flagged += local_alignment(states, gradients, LABELS, proxy, draws=DRAWS, seed=seed).p <= NOMINAL
-    assert at_most_nominal(flagged, 100)
+        found.append(local_alignment(states, gradients, LABELS, proxy, keep=keep, draws=DRAWS, seed=seed))
+    assert at_most_nominal(sum(one.p <= NOMINAL for one in found), 100)
+    # On average the null is the energy.
+    excess = torch.tensor([one.excess for one in found])
+    assert abs(float(excess.mean())) <= 4 * float(excess.std()) / math.sqrt(len(excess))
+
+
+def test_tokens_that_are_not_kept_count_for_nothing_in_local_tangent_spaces() -> None:
+    chance = torch.Generator().manual_seed(0)
+    fit, states, gradients = NULLS["independent"](chance)
+    keep = torch.rand(len(states), generator=chance) < 0.7
+    proxy = fit_local(fit, rank=3, neighbors=12)
+    one = local_alignment(states, gradients, LABELS, proxy, keep=keep)
+    for wrong in (math.inf, 1e6):
+        spoiled = [torch.where(keep[:, None], rows, wrong) for rows in (states, gradients)]
+        two = local_alignment(*spoiled, LABELS, proxy, keep=keep)
+        assert (two.energy, two.p, two.controls["permuted"].value) == (
+            one.energy,
+            one.p,
+            one.controls["permuted"].value,
+        )
+    inside = torch.cat([bases for _, bases in proxy.bases(states[keep])])
+    rows = gradients[keep]
+    share = (rows[:, None] @ inside).square().sum() / rows.square().sum()
+    assert one.energy.value == pytest.approx(float(share), rel=1e-5)
 
 
 @pytest.mark.parametrize("inside", [True, False])

@@ -190,11 +190,10 @@ class Held:
         """Each token's gradient in its own tangent space, against those of other windows."""
         place = self.places[at]
         rank = min(LOCAL_RANK, self.probed.spec.rank, place.fitted.shape[1] // 2)
-        proxy, keep = fit_local(place.fitted, rank=rank), place.keep
-        values, rows = place.here.values[keep], place.here.gradients[keep]
+        proxy, here = fit_local(place.fitted, rank=rank), place.here
         yield from enrichment_rows(
             self.metrics,
-            local_alignment(values, rows, self.shown.windows[keep], proxy, seed=self.seed),
+            local_alignment(here.values, here.gradients, self.shown.windows, proxy, keep=place.keep, seed=self.seed),
             math.nan,
             site=place.site,
             population=place.population,

@@ -3,7 +3,7 @@
 import math
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from anisoscope.errors import SpecError
@@ -21,30 +21,36 @@ def local_alignment(
     windows: Int[Tensor, " n"],
     proxy: LocalProxy,
     *,
+    keep: Bool[Tensor, " n"] | None = None,
     draws: int = DRAWS,
     seed: int = 0,
 ) -> Alignment:
     """E = Σ ‖Qᵢᵀaᵢ‖² / Σ ‖aᵢ‖², against gradients permuted between windows: another token's tangent space.
 
-    Permutations add up a table of windows by windows: the energy of the gradients of one in the spaces of another.
+    Permutations add up tables of windows by windows: the energy of the gradients of one in the spaces of another, and
+    all the energy that meets a space. Tokens that are not kept keep their place: they have neither space nor gradient,
+    and whom they meet counts in neither sum.
     """
     if proxy.dim != states.shape[1]:
         raise SpecError(f"a proxy of {proxy.dim} coordinates cannot hold states of {states.shape[1]}")
     raw = gradients.to(working_dtype(gradients.dtype))
+    keep = torch.ones(len(raw), dtype=torch.bool, device=raw.device) if keep is None else keep
+    raw = torch.where(keep[:, None], raw, 0)
     raw = for_products(raw / power_of_two_scale(raw).to(raw.dtype))
     shaped = stack_windows([raw[None]], windows)[0][0]
-    count = len(shaped)
-    window, position = place_in_windows(windows)
-    table = torch.zeros(count, count, dtype=torch.float64, device=raw.device)
-    for part, bases in proxy.bases(states):
+    squares, count = shaped.double().square().sum(2), len(shaped)
+    window, position = (one[keep] for one in place_in_windows(windows))
+    inside, met = torch.zeros(2, count, count, dtype=torch.float64, device=raw.device)
+    for part, bases in proxy.bases(states[keep]):
         # Of all windows the gradient at the token's position, in the token's space.
-        inside = shaped[:, position[part]].transpose(0, 1) @ bases.to(raw)
-        table.index_add_(0, window[part], inside.double().square().sum(2))
-    below = shaped.double().square().sum((1, 2))
-    energy = ratio_of_sums(table.diagonal(), below, seed=seed)
-    enough = count >= LEAST_WINDOWS and float(below.sum()) > 0
+        seen = shaped[:, position[part]].transpose(0, 1) @ bases.to(raw)
+        inside.index_add_(0, window[part], seen.double().square().sum(2))
+        met.index_add_(0, window[part], squares[:, position[part]].T)
+    energy = ratio_of_sums(inside.diagonal(), met.diagonal(), seed=seed)
+    enough = count >= LEAST_WINDOWS and float(squares.sum()) > 0
     permutations = draw_permutations(draws if enough else 0, count, seed).orders.to(raw.device)
-    permuted = (table[torch.arange(count, device=raw.device), permutations].sum(1) / below.sum()).cpu()
+    above, below = (one[torch.arange(count, device=raw.device), permutations].sum(1) for one in (inside, met))
+    permuted = (above / below).cpu()
     control = drawn_controls([energy], permuted[None])[0]
     chance = control.value
     few = f"{count} windows; a permuted null needs at least {LEAST_WINDOWS}" if count < LEAST_WINDOWS else None
