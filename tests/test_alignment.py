@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -206,7 +207,7 @@ def test_what_cannot_be_asked_is_refused(decoder: Model) -> None:
         an.measure(spec_for(gradients=("weight",)), model=decoder, progress=False)
     with pytest.raises(SpecError, match="a tangent proxy is one of"):
         an.measure(spec_for(proxy="ica"), model=decoder, progress=False)
-    with pytest.raises(SpecError, match="controls are type_disjoint, shuffled_targets"):
+    with pytest.raises(SpecError, match="controls are type_disjoint, shuffled_targets, paper_normals"):
         an.measure(spec_for(controls=("shuffled",)), model=decoder, progress=False)
     with pytest.raises(SpecError, match="give grads="):
         an.estimate(np.eye(4), ["tangent_excess"])
@@ -314,7 +315,7 @@ def test_linear_modules_and_embedding_rows_have_alignments_of_their_own(decoder:
     path = next(name for name, _ in decoder.module.named_modules() if name.endswith("2.mlp.dense_h_to_4h"))
     spec = spec_for(gradients=(f"linear:{path}", "embedding"), sites=("embed", "final_norm"), populations=("all",))
     found = an.measure(spec, model=decoder, progress=False)
-    linear = one(found, metric="tangent_excess", gradient="linear", proxy="pca")
+    linear = one(found, metric="tangent_excess", gradient="linear", proxy="pca", variant="mean=in")
     assert (linear.site, linear.control) == (path, "permuted")
     rows_of_embedding = rows(found, metric="tangent_excess", gradient="embedding", proxy="pca")
     assert {row.site for row in rows_of_embedding} == {"embed", "final_norm"}
@@ -458,3 +459,141 @@ def test_gradients_are_printed_a_line_for_each_proxy_and_population(
         assert float(cells[4]) == pytest.approx(ratio.value, rel=5e-3)
         # Of tokens, also where a trend over types stands beside.
         assert cells[5:] == [str(energy.rank), str(energy.points)]
+
+
+def test_ranks_go_by_a_rule(decoder: Model) -> None:
+    spec = spec_for(rank="variance:0.5", sites=("block.2", "block.5"), metrics=("tangent_excess",))
+    unit = an.measure(spec, model=decoder, progress=False)
+    probe = draw_probe(spec, decoder.tokenizer, load_corpus("pydoc"))
+    sites = select_sites(decoder.layout, spec.sites)
+    probed = Probed(model=decoder, probe=probe, sites=sites, spec=spec)
+    for site in sites:
+        states = probed.fit_states[site]
+        kept = states[probed.members("typical", states, probed.fit_tokens(states.device))]
+        shares = torch.linalg.svdvals(kept - kept.mean(0)).square()
+        rank = 1 + int((shares.cumsum(0) < shares.sum() / 2).sum())
+        found = rows(unit, site=site.name, proxy="pca", variant="mean=in")
+        assert {row.rank for row in found} == {rank}
+        assert all("by variance:0.5" in (row.note or "") for row in found)
+    with pytest.raises(SpecError, match="a rank is a number or one of"):
+        an.measure(spec_for(rank="some"), model=decoder, progress=False)
+
+
+def test_a_rank_that_is_too_large_is_said_to_be_lowered(decoder: Model) -> None:
+    unit = an.measure(spec_for(rank=500, metrics=("tangent_energy",)), model=decoder, progress=False)
+    plain = rows(unit, bin=None, variant="mean=in")
+    assert {row.rank for row in plain} == {56}
+    assert {row.note for row in plain} == {"rank 56, half of the coordinates; 500 was asked for"}
+
+
+def test_a_gain_stands_beside_what_it_is_over(unit: an.Unit) -> None:
+    for row in rows(unit, metric="tangent_gain"):
+        place = {name: getattr(row, name) for name in ("gradient", "proxy", "population", "variant")}
+        energy = one(unit, metric="tangent_energy", bin=None, **place)
+        assert row.control_value is not None
+        assert row.control == ("haar" if row.gradient == "activation" else "permuted")
+        assert row.value == pytest.approx(energy.value / row.control_value, rel=1e-6)
+
+
+def test_signal_to_noise_and_the_share_of_variance_are_there_by_name(decoder: Model) -> None:
+    asked = ("gradient_signal_to_noise", "variance_gain", "tangent_energy")
+    unit = an.measure(spec_for(metrics=asked, populations=("all",)), model=decoder, progress=False)
+    for metric in asked[:2]:
+        assert {row.gradient for row in rows(unit, metric=metric)} == {"virtual"}
+    spec = unit.spec
+    probed = Probed(
+        model=decoder,
+        probe=draw_probe(spec, decoder.tokenizer, load_corpus("pydoc")),
+        sites=select_sites(decoder.layout, spec.sites),
+        spec=spec,
+    )
+    here = probed.gradients.sites[SITE]
+    fitted = fit_global(probed.fit_states[SITE], rank=8)
+    values = (here.values - here.values.mean(0)).double()
+    inside = (values @ fitted.basis.double()).square().sum() / values.square().sum()
+    place = {"gradient": "virtual", "proxy": "pca", "variant": "mean=in"}
+    energy = one(unit, metric="tangent_energy", **place)
+    assert one(unit, metric="variance_gain", **place).value == pytest.approx(energy.value / float(inside), rel=1e-4)
+    # Over random halvings.
+    gradients = (here.gradients - here.gradients.mean(0)).double()
+    by_window = (gradients[:, :, None] * (values @ fitted.basis.double())[:, None]).unflatten(0, (32, 32)).sum(1)
+    generator, agree, differ = torch.Generator().manual_seed(0), 0.0, 0.0
+    for _ in range(2000):
+        order = torch.randperm(32, generator=generator)
+        first, second = by_window[order[:16]].sum(0), by_window[order[16:]].sum(0)
+        agree += float((first * second).sum())
+        differ += float((first - second).square().sum())
+    assert one(unit, metric="gradient_signal_to_noise", **place).value == pytest.approx(agree / differ, rel=0.05)
+
+
+def test_the_source_has_twenty_normals(decoder: Model, unit: an.Unit) -> None:
+    spec = spec_for(controls=("paper_normals",), populations=("all", "typical"))
+    found = an.measure(spec, model=decoder, progress=False)
+    few = [row for row in found.records if (row.variant or "").endswith(";normals=20")]
+    assert len(few) == 2**4
+    assert {row.metric for row in few} == {"normal_ratio"}
+    for row in few:
+        assert row.variant is not None
+        place = {name: getattr(row, name) for name in ("gradient", "proxy", "population")}
+        many = one(unit, metric="normal_ratio", variant=row.variant.removesuffix(";normals=20"), **place)
+        assert row.p is not None
+        assert (row.p * 21) % 1 == pytest.approx(0, abs=1e-9) or (row.p * 21) % 1 == pytest.approx(1, abs=1e-9)
+        assert row.value == pytest.approx(many.value, rel=0.35)
+        assert row.value != many.value
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"gradients": ("some:thing",)}, "gradients are virtual, activation, embedding or linear:PATH"),
+        ({"gradients": ("embedding",)}, "held against states at embed or final_norm"),
+    ],
+)
+def test_gradients_that_would_give_nothing_are_refused(decoder: Model, changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(SpecError, match=says):
+        an.measure(spec_for(**changes), model=decoder, progress=False)
+
+
+def test_gradients_of_modules_come_with_and_without_the_mean_and_by_every_proxy(decoder: Model) -> None:
+    path = "gpt_neox.layers.2.mlp.dense_h_to_4h"
+    spec = spec_for(
+        gradients=("embedding", f"linear:{path}"), sites=("embed",), proxy="svd", metrics=("tangent_energy",)
+    )
+    found = an.measure(spec, model=decoder, progress=False)
+    for gradient in ("embedding", "linear"):
+        told = {(row.proxy, row.variant) for row in rows(found, gradient=gradient)}
+        assert told == {(proxy, f"mean={way}") for proxy in ("pca", "seminmf", "svd") for way in ("in", "out")}
+
+
+def test_a_text_of_one_document_is_said_to_be_cut(decoder: Model, tmp_path: Path) -> None:
+    text = tmp_path / "one.txt"
+    text.write_text("\n".join(load_corpus("pydoc").documents[:6]), encoding="utf-8")
+    unit = an.measure(spec_for(corpus=str(text), metrics=("tangent_energy",)), model=decoder, progress=False)
+    assert any("the corpus is one document" in note for note in unit.provenance["notes"])
+
+
+def test_what_a_split_of_types_leaves_is_printed_and_what_was_not_tested_is_not_counted(
+    decoder: Model, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = spec_for(controls=("type_disjoint",), gradients=("virtual",), metrics=("tangent_excess",))
+    print_unit(an.measure(spec, model=decoder, progress=False))
+    shown = capsys.readouterr().out
+    assert "in;split=types" in shown
+    assert "1/1" in shown or "0/1" in shown
+    # Sixteen windows: a permuted null needs twice as many.
+    print_unit(an.measure(replace(spec, tokens=32 * 32, controls=()), model=decoder, progress=False))
+    lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("virtual")]
+    assert lines
+    assert all("0/0" in line for line in lines)
+
+
+def test_numbers_of_two_kinds_are_two_lines(decoder: Model, capsys: pytest.CaptureFixture[str]) -> None:
+    spec = spec_for(metrics=("centroid_distance",), sites=("block.*",), populations=("content",))
+    unit = an.measure(spec, model=decoder, progress=False)
+    print_unit(unit)
+    shown = capsys.readouterr().out.splitlines()
+    for label, variant in (("centroid_distance ", None), ("centroid_distance of=mean ", "of=mean")):
+        lines = [line for line in shown if line.startswith(label) and (variant or "of=mean" not in line)]
+        assert len(lines) == 1
+        values = [row.value for row in rows(unit, variant=variant)]
+        assert f"{max(values):.3g} @" in lines[0]

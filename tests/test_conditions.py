@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anisoscope.conditions import Condition, parse
+from anisoscope.conditions import Condition, parse, place_of
 from anisoscope.errors import SpecError
 from anisoscope.records import Record
 from anisoscope.store import SCHEMA
@@ -50,11 +50,15 @@ def table(*records: Record) -> pa.Table:
 @pytest.mark.parametrize(
     ("text", "wanted"),
     [
-        ("leading_variance[final_norm] > 0.9", ("leading_variance", "final_norm", "all", ">", 0.9, 1)),
-        ("twonn[block.3,types] <= 2", ("twonn", "block.3", "types", "<=", 2.0, 1)),
-        ("  loss[output]>5  ", ("loss", "output", "all", ">", 5.0, 1)),
-        ("leading_variance[ block.* , typical ] >= .9 for 3", ("leading_variance", "block.*", "typical", ">=", 0.9, 3)),
-        ("mean_cosine[embed] < -1.5e-2 for 1", ("mean_cosine", "embed", "all", "<", -0.015, 1)),
+        ("leading_variance[final_norm] > 0.9", ("leading_variance", "final_norm", None, ">", 0.9, 1, ())),
+        ("twonn[block.3,types] <= 2", ("twonn", "block.3", "types", "<=", 2.0, 1, ())),
+        ("  loss[output]>5  ", ("loss", "output", None, ">", 5.0, 1, ())),
+        ("twonn[ block.* , typical ] >= .9 for 3", ("twonn", "block.*", "typical", ">=", 0.9, 3, ())),
+        ("mean_cosine[embed] < -1.5e-2 for 1", ("mean_cosine", "embed", None, "<", -0.015, 1, ())),
+        (
+            "tangent_excess[block.*, typical, virtual ,mean=in] < 0",
+            ("tangent_excess", "block.*", "typical", "<", 0.0, 1, ("virtual", "mean=in")),
+        ),
     ],
 )
 def test_texts_that_are_conditions(text: str, wanted: tuple) -> None:
@@ -79,7 +83,8 @@ def test_texts_that_are_conditions(text: str, wanted: tuple) -> None:
         "loss[output] > 5for 3",
         "loss[] > 5",
         "loss[output,] > 5",
-        "loss[a,b,c] > 5",
+        "loss[a,all,] > 5",
+        "loss[a,all,b c] > 5",
         "loss[output] > 5 and loss[output] < 6",
     ],
 )
@@ -130,6 +135,37 @@ def test_population_metric_and_site_are_those_named() -> None:
     assert parse("leading_variance[block.0] > .9").matches(rows) == []
     assert len(parse("leading_variance[block.0,typical] > .9").matches(rows)) == 1
     assert [found["value"] for found in parse("twonn[block.*,types] > 1").matches(rows)] == [7.0]
+
+
+def test_a_metric_that_is_not_measured_on_all_tokens_needs_no_population() -> None:
+    rows = table(row(0.3, metric="tangent_excess", population="typical"), row(0.9, population="all"))
+    assert len(parse("tangent_excess[block.0] > .2").matches(rows)) == 1
+    assert parse("leading_variance[block.0] > .9").matches(rows) == []
+
+
+def test_numbers_of_another_kind_are_left_out_unless_they_are_named() -> None:
+    rows = table(
+        row(-0.1, metric="centroid_distance"),
+        row(6.0, metric="centroid_distance", variant="of=mean"),
+        row(0.5, gradient="virtual", proxy="pca", variant="mean=in"),
+        row(0.3, gradient="activation", proxy="pca", variant="mean=in"),
+        row(0.1, gradient="activation", proxy="pca", variant="mean=in;log10_frequency=-3.00", bin=0),
+        row(-0.2, gradient="virtual", proxy="pca", variant="mean=in;split=types"),
+    )
+    assert parse("centroid_distance[block.0] > 1").matches(rows) == []
+    assert [one["value"] for one in parse("centroid_distance[block.0,all,of=mean] > 1").matches(rows)] == [6.0]
+    for text, values in (
+        ("[block.0] < 1", [0.5, 0.3]),
+        ("[block.0,all,activation] < 1", [0.3, 0.1]),
+        ("[block.0,all,virtual,split=types] < 1", [-0.2]),
+        ("[block.0,all,bin=0] < 1", [0.1]),
+    ):
+        found = parse("leading_variance" + text).matches(rows)
+        assert sorted(one["value"] for one in found) == sorted(values), text
+    (found,) = parse("leading_variance[block.0,all,bin=0] < 1").matches(rows)
+    assert place_of(found) == "block.0 (activation, bin=0, log10_frequency=-3.00, mean=in, pca)"
+    with pytest.raises(SpecError, match="no measured value is concerned"):
+        parse("leading_variance[block.0,all,embedding] < 1").matches(rows)
 
 
 def test_only_the_last_checkpoint_counts_and_9_comes_before_10() -> None:

@@ -192,6 +192,7 @@ def test_these_metrics_exist() -> None:
         "alignment": {
             *("tangent_energy", "tangent_gain", "tangent_excess", "normal_ratio", "gradient_leading_variance"),
             *("tangent_anisotropy_share", "tangent_frequency_trend", "subspace_distance", "update_alignment"),
+            *("variance_gain", "gradient_signal_to_noise"),
         },
         "pinning": {"type_dispersion", "centroid_distance", "trajectory_variance"},
         "curvature": {"curvature_visibility", "second_fundamental_form", "frequency_attenuation"},

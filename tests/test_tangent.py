@@ -12,7 +12,7 @@ from anisoscope.claims.resampling import benjamini_hochberg
 from anisoscope.errors import SpecError, StatesError
 from anisoscope.tangent import controls, proxies
 from anisoscope.tangent import windows as windowed
-from anisoscope.tangent.anisotropy import LED_DRAWS, anisotropy_share, find_leading, gradient_leading_variance
+from anisoscope.tangent.anisotropy import LED_DRAWS, anisotropy_share, find_leading
 from anisoscope.tangent.clouds import center_clouds, pad_clouds
 from anisoscope.tangent.controls import energy_of, random_spaces, random_spaces_beside, second_moment, sign_energies
 from anisoscope.tangent.dynamics import turn_between, update_alignment
@@ -588,12 +588,6 @@ def test_anisotropy_shares_are_those_of_the_projected_moment() -> None:
     for column, (removal, draws) in enumerate(zip(removals, (30, LED_DRAWS, LED_DRAWS, 30), strict=True)):
         assert removal.normal == pytest.approx(normals[:draws, column].mean(), rel=1e-6, abs=1e-9)
         assert removal.p == 1 / (draws + 1)
-
-
-def test_leading_variance_of_gradients() -> None:
-    rows = torch.tensor([[3.0, 0.0], [-3.0, 0.0], [0.0, 1.0], [0.0, -1.0]]) + 5
-    assert gradient_leading_variance(rows) == pytest.approx(0.9)
-    assert math.isnan(gradient_leading_variance(torch.ones(5, 3)))
 
 
 def test_no_normal_space_gives_nan_with_a_note() -> None:

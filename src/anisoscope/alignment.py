@@ -41,12 +41,14 @@ from anisoscope.probed import Probed, ProbeRow
 from anisoscope.records import Site
 from anisoscope.tangent.energies import uncoupled_alignments
 from anisoscope.tangent.means import without_mean
-from anisoscope.tangent.proxies import Proxy, fit_each
+from anisoscope.tangent.proxies import Proxy, fit_each, rank_within
 
 VIEWS = ("enrichment", "removal", "trend", "turn")
 GRADIENTS = ("virtual", "activation")
 PROXIES = ("pca", "seminmf")
-CONTROLS = ("type_disjoint", "shuffled_targets")
+CONTROLS = ("type_disjoint", "shuffled_targets", "paper_normals")
+# Where the rows of the input embedding are states, and what those of the output embedding are multiplied with.
+EMBEDDED = ("embed", "final_norm")
 # Numbers of states whose places are looked at together: as many as caches hold, or as a GPU is busy with.
 FITTED_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 26}
 
@@ -103,6 +105,19 @@ def _align(probed: Probed, found: Mapping[str, Metric], past: Past | None) -> Al
     return aligned
 
 
+def in_both_ways(fits: Sequence[Mapping[str, Proxy]], also: str = "") -> list[list[Candidate]]:
+    """The proxies of each place, with the direction of the states' mean in them and projected out."""
+    rid = iter(without_mean([one for proxies in fits for one in proxies.values()]))
+    return [
+        [
+            one
+            for name, proxy in proxies.items()
+            for one in ((name, proxy, WITH_MEAN + also), (name, next(rid), WITHOUT_MEAN + also))
+        ]
+        for proxies in fits
+    ]
+
+
 class _Analysis:
     """One probe, and which numbers of it are wanted."""
 
@@ -113,13 +128,16 @@ class _Analysis:
         self.gradients = [name for name in asked if name in GRADIENTS]
         self.linears = [name.partition(":")[2] for name in asked if name.startswith("linear:")]
         self.embedding = "embedding" in asked
-        if unknown := [name for name in asked if name not in (*GRADIENTS, "embedding") and ":" not in name]:
+        known = (*GRADIENTS, "embedding")
+        if unknown := [name for name in asked if name not in known and not name.startswith("linear:")]:
             raise SpecError(
                 f"gradients are {', '.join(GRADIENTS)}, embedding or linear:PATH of a module; came {', '.join(unknown)}"
             )
+        if self.embedding and not any(site.name in EMBEDDED for site in probed.sites):
+            raise SpecError(f"gradients of the embedding are held against states at {' or '.join(EMBEDDED)}: add one")
         if unknown := set(spec.controls) - set(CONTROLS):
             raise SpecError(f"controls are {', '.join(CONTROLS)}; came {', '.join(sorted(unknown))}")
-        self.type_disjoint, self.shuffled = (name in spec.controls for name in CONTROLS)
+        self.type_disjoint, self.shuffled, _ = (name in spec.controls for name in CONTROLS)
         self.proxies = tuple(dict.fromkeys((spec.proxy, *PROXIES)))
         shown = probed.gradients.tokens
         self.tokens = {"fit": probed.fit_tokens(shown.ids.device), "test": shown}
@@ -184,27 +202,25 @@ class _Analysis:
         """With the gradients of targets that were dealt anew."""
         return self.hold([replace(place, here=self.probed.shuffled_gradients.sites[place.site]) for place in places])
 
-    def rank_in(self, width: int) -> int:
-        return min(self.probed.spec.rank, width // 2)
-
     def fit(self, places: Sequence[Place]) -> list[dict[str, Proxy]]:
         """The proxies of each that are one space for all tokens."""
+        return self._fit([place.fitted for place in places])
+
+    def _fit(self, clouds: Sequence[Float[Tensor, "_ d"]]) -> list[dict[str, Proxy]]:
         methods = [name for name in self.proxies if name != "local_pca"]
-        ranks = [self.rank_in(place.fitted.shape[1]) for place in places]
-        return fit_each([[place.fitted] for place in places], methods=methods, ranks=ranks, seed=self.seed)
+        asked = self.probed.spec.rank
+        ranks = [rank_within(asked, cloud.shape[1]) for cloud in clouds]
+        fits = fit_each([[cloud] for cloud in clouds], methods=methods, ranks=ranks, seed=self.seed)
+        for proxies, rank in zip(fits, ranks, strict=True):
+            if rank != asked:
+                note = f"rank {rank}, half of the coordinates; {asked} was asked for"
+                proxies |= {name: replace(one, notes=(*one.notes, note)) for name, one in proxies.items()}
+        return fits
 
     def at(self, held: Held, fits: Sequence[Mapping[str, Proxy]]) -> Iterator[ProbeRow]:
         """Everything of some places, with the proxies of this checkpoint."""
-        rid = iter(without_mean([one for proxies in fits for one in proxies.values()]))
-        candidates: list[list[Candidate]] = [
-            [
-                one
-                for name, proxy in proxies.items()
-                for one in ((name, proxy, WITH_MEAN), (name, next(rid), WITHOUT_MEAN))
-            ]
-            for proxies in fits
-        ]
-        every = hold_against(held, candidates, own=True, shuffled=self._shuffle(held.places) if self.shuffled else None)
+        shuffled = self._shuffle(held.places) if self.shuffled else None
+        every = hold_against(held, in_both_ways(fits), own=True, shuffled=shuffled)
         for at, (place, rows) in enumerate(zip(held.places, every, strict=True)):
             yield from rows
             if "local_pca" in self.proxies:
@@ -218,7 +234,7 @@ class _Analysis:
         for at, (place, proxies) in enumerate(zip(held.places, fits, strict=True)):
             earlier = []
             for name in PROXIES:
-                rank = self.rank_in(place.fitted.shape[1])
+                rank = proxies["pca"].rank
                 for fit, before in past.proxies(place.site, place.population, name, rank, place.fitted):
                     earlier.append((name, before, f"{WITH_MEAN};fit={fit}"))
                     yield from held.turn(at, name, before, proxies[name], fit)
@@ -234,26 +250,24 @@ class _Analysis:
         fit_keep = place.fit_keep & first[self.tokens["fit"].ids]
         keep = place.keep & ~first[self.tokens["test"].ids]
         other = replace(place, fitted=self.probed.fit_states[place.site][fit_keep], fit_keep=fit_keep, keep=keep)
-        candidates = [(name, one, f"{WITH_MEAN};split=types") for name, one in self.fit([other])[0].items()]
-        yield from hold_against(self.hold([other]), [candidates])[0]
+        yield from hold_against(self.hold([other]), in_both_ways(self.fit([other]), ";split=types"))[0]
 
     def of_modules(self) -> Iterator[ProbeRow]:
         """Gradients of linear modules and of embedding rows, where they are asked for; the proxy is of their inputs."""
         if not self.linears and not self.embedding:
             return
-        probed, seeds = self.probed, None
-        model, probe = probed.model, probed.probe
+        probed = self.probed
         fit, test = (
             capture_gradients(
-                model,
+                probed.model,
                 windows,
                 (),
                 linears=self.linears,
                 embedding=self.embedding,
-                seeds=seeds,
+                seeds=probed.mask_seeds(windows),
                 batch_size=probed.batch_size,
             )
-            for windows in (probe.fit, probe.test)
+            for windows in (probed.probe.fit, probed.probe.test)
         )
         for path, here in test.linears.items():
             fitted = fit.linears[path].values
@@ -262,23 +276,22 @@ class _Analysis:
                 site=Site(name=path), population="all", fitted=fitted, here=here, keep=keep, fit_keep=fit_keep
             )
             held = Held(probed, self.metrics, [place], ("linear",))
-            candidates = [(name, proxy, WITH_MEAN) for name, proxy in self.fit([place])[0].items()]
-            yield from hold_against(held, [candidates])[0]
+            yield from hold_against(held, in_both_ways(self.fit([place])))[0]
         if test.embedding is not None:
-            yield from self._embedding(test.embedding.read, test.embedding.types, "embed")
+            yield from self._embedding(test.embedding.read, test.embedding.types, EMBEDDED[0])
             if test.embedding.predicted is not None:
-                yield from self._embedding(test.embedding.predicted, test.embedding.types, "final_norm")
+                yield from self._embedding(test.embedding.predicted, test.embedding.types, EMBEDDED[1])
 
     def _embedding(self, rows: Float[Tensor, "v d"], types: Int[Tensor, " v"], name: str) -> Iterator[ProbeRow]:
         """Gradient rows of the input embedding against the states at `embed`, of the output one at `final_norm`."""
         for site in self.probed.sites:
             if site.name != name or self.probed.fit_states[site].shape[1] != rows.shape[1]:
                 continue
-            rank = self.rank_in(rows.shape[1])
-            proxies = fit_each([[self.probed.fit_states[site]]], methods=PROXIES, ranks=[rank], seed=self.seed)[0]
-            every = uncoupled_alignments(rows[None], [list(proxies.values())], seed=self.seed)[0]
-            for (method, proxy), found in zip(proxies.items(), every, strict=True):
-                columns = {"gradient": "embedding", "proxy": method, "rank": proxy.rank, "variant": WITH_MEAN}
+            (candidates,) = in_both_ways(self._fit([self.probed.fit_states[site]]))
+            candidates = [one for one in candidates if one[1].rank > 0]
+            every = uncoupled_alignments(rows[None], [[proxy for _, proxy, _ in candidates]], seed=self.seed)[0]
+            for (method, proxy, variant), found in zip(candidates, every, strict=True):
+                columns = {"gradient": "embedding", "proxy": method, "rank": proxy.rank, "variant": variant}
                 yield from enrichment_rows(
                     self.metrics, found, math.nan, site=site, population="types", points=len(types), columns=columns
                 )

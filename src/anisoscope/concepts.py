@@ -29,7 +29,7 @@ from anisoscope.tangent.concepts import (
     sparse_codes,
 )
 from anisoscope.tangent.energies import Alignment, uncoupled_alignment
-from anisoscope.tangent.proxies import Proxy
+from anisoscope.tangent.proxies import Proxy, fit_global, rank_within
 from anisoscope.tracks import PREFIX, Concepts, match_threshold, partner_cosines, render_context
 
 VIEWS = ("concepts",)
@@ -93,7 +93,8 @@ def _at(probed: Probed, site: Site, population: str) -> tuple[Int[Tensor, " n"],
     index = _some(probed.members(population, states, tokens), seed)
     kept = probed.members(population, here.values, shown.tokens)
     seen = _some(kept[shown.read[kept] == shown.tokens.ids[kept]], seed)
-    rank = min(probed.spec.rank, states.shape[1] // 2)
+    rank = rank_within(probed.spec.rank, states.shape[1])
+    rank = fit_global(states[index], rank=rank).rank if isinstance(rank, str) else rank
     if min(len(index), len(seen)) < LEAST_PER_CONCEPT * rank:
         return index, None
     test = OtherHalf(

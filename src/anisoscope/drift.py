@@ -23,7 +23,7 @@ from anisoscope.records import Checkpoint, Record, Site, Spec, Unit
 from anisoscope.store import Store
 from anisoscope.tangent.dynamics import update_alignment
 from anisoscope.tangent.energies import Alignment
-from anisoscope.tangent.proxies import fit_global
+from anisoscope.tangent.proxies import fit_global, rank_within
 from anisoscope.text import Windows, token_frequencies
 from anisoscope.trace import run_module, state_given
 from anisoscope.walk import FORWARD_TOKENS, draw, resolve
@@ -111,7 +111,7 @@ def _interval_spec(spec: Spec, corpus: Corpus, earlier: Checkpoint, later: Check
 
 def _align_updates(rows: RowUpdates, states: Float[Tensor, "n d"], spec: Spec) -> Alignment:
     """The movement of rows against the tangent proxy of the states they meet."""
-    proxy = fit_global(states, rank=min(spec.rank, states.shape[1] // 2), seed=spec.seed)
+    proxy = fit_global(states, rank=rank_within(spec.rank, states.shape[1]), seed=spec.seed)
     return update_alignment(rows.updates.float(), proxy, seed=spec.seed).alignment
 
 

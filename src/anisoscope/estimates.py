@@ -142,7 +142,7 @@ def estimate(
     The points are dealt in seeded random order into batches of at least `batch_points`; with fewer there is one batch
     and no spread. `token_ids` and `sentences` say, one whole number per point, which token it is and where it comes
     from, for metrics that compare occurrences.
-    A family stands for those of its metrics that need no model.
+    A family stands for those of its metrics that need no model, nor labels that were not given for a trend.
 
     For metrics of the families alignment, pinning and curvature: `grads` are the gradients of a loss at the points,
     `windows` says which window of text each point comes from (half of them are fitted on, half tested), `frequencies`
@@ -161,7 +161,11 @@ def estimate(
         "isoscore_zeta": isoscore_zeta,
     }
     check_settings(batch_points=batch_points, **settings)
-    found = _of_a_matrix([metrics] if isinstance(metrics, str) else metrics, gride_scales)
+    names = [metrics] if isinstance(metrics, str) else list(metrics)
+    found = _of_a_matrix(names, gride_scales)
+    if token_ids is None or frequencies is None:
+        # A family stands for what can be told of what was given.
+        found = [metric for metric in found if metric.needs != "trend" or metric.name in names]
     given = {"token_ids": token_ids, "sentences": sentences}
     handed = [metric for metric in found if metric.needs in _HANDED]
     found = [metric for metric in found if metric.needs not in _HANDED]
@@ -236,7 +240,7 @@ def _as_labels(name: str, labels: Any, points: Float[Tensor, "n d"]) -> Int[Tens
 
 
 def _as_rows(name: str, rows: Any, points: Float[Tensor, "n d"]) -> Float[Tensor, "n d"]:
-    matrix = _as_matrix(rows).to(points.device)
+    matrix = _as_matrix(rows, name).to(points.device)
     if matrix.shape != points.shape:
         raise SpecError(f"{name} must be of the shape of the points, {tuple(points.shape)}; came {tuple(matrix.shape)}")
     check_finite(name, matrix)
@@ -250,8 +254,8 @@ def _as_numbers(name: str, numbers: Any, points: Float[Tensor, "n d"]) -> Float[
     return found.to(points.device)
 
 
-def _as_matrix(points: Any) -> Float[Tensor, "n d"]:
-    wanted = "points must be a matrix of floats, one point per row"
+def _as_matrix(points: Any, name: str = "points") -> Float[Tensor, "n d"]:
+    wanted = f"{name} must be a matrix of floats, one point per row"
     if isinstance(points, np.ndarray):
         # torch takes neither reversed rows nor foreign byte order, and warns of memory that is read-only.
         points = np.require(points, points.dtype.newbyteorder("="), ["C", "W"])

@@ -34,7 +34,10 @@ def spec_flags(
     neighbors: Annotated[int | None, typer.Option(help="Neighbours of levina_bickel.  [20]")] = None,
     gride_scales: Annotated[str | None, typer.Option(help="Scales of gride.  [2,4,8,16,32,64]")] = None,
     isoscore_zeta: Annotated[float | None, typer.Option(help="Shrinkage of isoscore_star.  [0.25]")] = None,
-    rank: Annotated[int | None, typer.Option(help="Directions of a tangent proxy.  [16]")] = None,
+    rank: Annotated[
+        str | None,
+        typer.Option(help="Directions of a tangent proxy; or by variance:0.9, participation_ratio, twonn.  [16]"),
+    ] = None,
     curvature_rank: Annotated[int | None, typer.Option(help="Tangent directions of a curvature.  [4]")] = None,
     proxy: Annotated[
         str | None, typer.Option(help="Another tangent proxy beside pca and seminmf: svd, local_pca.")
@@ -42,7 +45,7 @@ def spec_flags(
     gradients: Annotated[
         str | None, typer.Option(help="virtual, activation, embedding, linear:PATH.  [the first two]")
     ] = None,
-    controls: Annotated[str | None, typer.Option(help="More of them: type_disjoint, shuffled_targets.")] = None,
+    controls: Annotated[str | None, typer.Option(help="type_disjoint, shuffled_targets, paper_normals.")] = None,
     blocks: Annotated[str | None, typer.Option(help="Path of the block list, where it is not found.")] = None,
     final_norm: Annotated[str | None, typer.Option(help="Path of the final norm, where it is not found.")] = None,
 ) -> dict[str, Any]:
@@ -63,7 +66,7 @@ def spec_flags(
         "neighbors": neighbors,
         "gride_scales": _numbers(gride_scales),
         "isoscore_zeta": isoscore_zeta,
-        "rank": rank,
+        "rank": int(rank) if rank is not None and rank.lstrip("-").isdecimal() else rank,
         "curvature_rank": curvature_rank,
         "proxy": proxy,
         "gradients": words(gradients),

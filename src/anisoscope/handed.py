@@ -79,6 +79,8 @@ def _of_gradients(
         raise SpecError("a coupled gradient is held against whole windows paired anew; give windows=, one per point")
     groups = torch.arange(len(points), device=points.device) if windows is None else windows
     known = groups.unique()
+    if len(known) < 2:
+        raise SpecError("half of the windows are fitted on and half tested, and windows= names one window only")
     order = torch.randperm(len(known), generator=torch.Generator().manual_seed(seed)).to(known.device)
     fitting = torch.isin(groups, known[order[: len(known) // 2]])
     fitted = fit_global(points[fitting], method=proxy, rank=rank, seed=seed)

@@ -19,7 +19,7 @@ from anisoscope.metrics.alignment import Enrichment, Removed, Trend, Turned
 from anisoscope.probed import Probed, ProbeRow
 from anisoscope.records import Site
 from anisoscope.tangent.anisotropy import LED_DRAWS, AnisotropyShare, anisotropy_shares, find_leading
-from anisoscope.tangent.controls import energies_of, second_moments
+from anisoscope.tangent.controls import PAPER_DRAWS, energies_of, second_moments
 from anisoscope.tangent.dynamics import random_distance, turn_between
 from anisoscope.tangent.energies import (
     Alignment,
@@ -28,11 +28,12 @@ from anisoscope.tangent.energies import (
     row_squares,
     spaces_beside,
     uncoupled_alignments,
+    with_few_normals,
 )
 from anisoscope.tangent.frequency import ByFrequency, squares_by_frequency
 from anisoscope.tangent.inference import same_rows
 from anisoscope.tangent.local import local_alignment
-from anisoscope.tangent.proxies import Proxy, bases_of, fit_local
+from anisoscope.tangent.proxies import Proxy, bases_of, fit_local, rank_within
 from anisoscope.tangent.windows import pair_each
 
 # Directions of a token's own tangent space: neighbours are too few for many.
@@ -142,6 +143,12 @@ class Held:
                 excluded=self.excluded[at],
                 columns=_columns(gradient, name, proxy, variant),
             )
+            if "paper_normals" in self.probed.spec.controls and "normal_ratio" in self.metrics:
+                few = with_few_normals(one)
+                columns = _columns(gradient, name, proxy, f"{variant};normals={PAPER_DRAWS}") | {"note": one.note}
+                columns |= {"control": "normal", "control_value": few.controls["normal"].value, "p": few.normal_p}
+                view = Enrichment(energy=one.energy.value, normal_ratio=few.normal_ratio)
+                yield self._row(at, "normal_ratio", view, columns)
 
     def removal(
         self, at: int, gradient: str, candidates: Iterable[Candidate], found: Sequence[AnisotropyShare]
@@ -189,7 +196,8 @@ class Held:
     def local(self, at: int) -> Iterator[ProbeRow]:
         """Each token's gradient in its own tangent space, against those of other windows."""
         place = self.places[at]
-        rank = min(LOCAL_RANK, self.probed.spec.rank, place.fitted.shape[1] // 2)
+        asked = rank_within(self.probed.spec.rank, place.fitted.shape[1])
+        rank = LOCAL_RANK if isinstance(asked, str) else min(LOCAL_RANK, asked)
         proxy, here = fit_local(place.fitted, rank=rank), place.here
         yield from enrichment_rows(
             self.metrics,
@@ -225,9 +233,14 @@ def enrichment_rows(
         gain=found.gain,
         normal_ratio=found.normal_ratio,
         leading_share=leading_share,
+        variance_gain=found.variance_gain,
+        signal_to_noise=found.signal_to_noise,
     )
     normal = found.controls.get("normal")
     binding = {"control": found.control or None, "control_value": found.control_value, "p": found.p}
+    # What the gain is over: of uncoupled gradients what all subspaces have on average.
+    uniform = found.controls.get("haar")
+    over = {"control": "haar", "control_value": found.rank / found.dim, "p": None if uniform is None else uniform.p}
     by_normals = {
         "control": "normal",
         "control_value": math.nan if normal is None else normal.value,
@@ -238,13 +251,20 @@ def enrichment_rows(
     beside: dict[str, dict[str, Any]] = {
         "tangent_energy": {"low": found.energy.low, "high": found.energy.high} | dealt,
         "tangent_excess": binding,
-        "tangent_gain": binding,
+        "tangent_gain": binding if found.control == "permuted" else over,
         "normal_ratio": by_normals,
         "gradient_leading_variance": {},
+        "variance_gain": {},
+        "gradient_signal_to_noise": {},
+    }
+    # Another row has it, or it is about coupled gradients alone.
+    apart = {
+        "gradient_leading_variance": leading_share,
+        "variance_gain": found.variance_gain,
+        "gradient_signal_to_noise": found.signal_to_noise,
     }
     for name, more in beside.items():
-        # A share that is not known here is another row's.
-        if name in metrics and not (name == "gradient_leading_variance" and math.isnan(leading_share)):
+        if name in metrics and not math.isnan(apart.get(name, 0.0)):
             yield ProbeRow.of(
                 metrics[name],
                 view,

@@ -114,9 +114,13 @@ def _profile_table(records: Sequence[Record], stack: str | None, width: int) -> 
         table.add_column(name, no_wrap=True)
     for name in shown:
         table.add_column(name, justify="right", no_wrap=True)
-    asked = dict.fromkeys((record.metric, record.population) for record in records if record.metric not in NORM_METRICS)
-    for metric, population in asked:
-        rows = [record for record in records if (record.metric, record.population) == (metric, population)]
+    lines: dict[tuple[str, str], list[Record]] = {}
+    for record in records:
+        if record.metric not in NORM_METRICS:
+            # What one metric says in several ways are several lines.
+            named = " ".join(filter(None, (record.metric, record.proxy, record.variant)))
+            lines.setdefault((named, record.population), []).append(record)
+    for (named, population), rows in lines.items():
         by_site = {record.site: record for record in rows}
         blocks = sorted((row for row in rows if row.depth is not None), key=lambda row: site_order(row.site))
         known = [row for row in blocks if not math.isnan(row.value)] or blocks or rows
@@ -132,13 +136,14 @@ def _profile_table(records: Sequence[Record], stack: str | None, width: int) -> 
         }
         stride = math.ceil(len(blocks) / _PROFILE_WIDTH) or 1
         profile = sparkline([row.value for row in blocks[::stride]])
-        table.add_row(metric, population, profile, *(cells[name] for name in shown))
+        table.add_row(named, population, profile, *(cells[name] for name in shown))
     return table
 
 
 def _is_headline(record: Record) -> bool:
     """Bins, shares and proxies of earlier checkpoints are many: they are in the store and under --full."""
-    return record.bin is None and ";" not in (record.variant or "")
+    variant = record.variant or ""
+    return record.bin is None and (";" not in variant or variant.endswith(";split=types"))
 
 
 def _alignment_table(records: Sequence[Record]) -> Table:
@@ -156,6 +161,7 @@ def _alignment_table(records: Sequence[Record]) -> Table:
     for (gradient, proxy, variant, population), rows in sorted(lines.items(), key=lambda line: str(line[0])):
         excess = sorted(rows.get("tangent_excess", []), key=lambda row: site_order(row.site))
         energies = rows.get("tangent_energy", [])
+        tested = [row.p for row in excess if row.p is not None and not math.isnan(row.p)]
         # The trend with frequency is about types.
         one = (energies or excess or next(iter(rows.values())))[0]
         table.add_row(
@@ -172,7 +178,7 @@ def _alignment_table(records: Sequence[Record]) -> Table:
                     [row.value for row in excess],
                 )
             ),
-            f"{sum((row.p or 1) <= 0.05 for row in excess)}/{len(excess)}",
+            f"{sum(p <= 0.05 for p in tested)}/{len(tested)}",
             format_value(_mean([row.value for row in rows.get("normal_ratio", [])])),
             *(
                 format_value(_mean([row.control_value for row in energies if row.control_value is not None]))

@@ -21,6 +21,7 @@ from anisoscope.metrics import Metric
 from anisoscope.models import Model
 from anisoscope.probes import Probe
 from anisoscope.records import Estimate, Site, Spec
+from anisoscope.text import Windows
 
 FORWARD_TOKENS = 4096
 
@@ -78,9 +79,12 @@ class Probed:
 
     def _gradients(self, shuffle: int | None = None) -> ProbeGradients:
         test = self.probe.test
-        seeds = [seed_for(self.spec.seed, window, 2) for window in range(len(test.token_ids))]
-        settings = {"seeds": seeds, "batch_size": self.batch_size, "shuffle": shuffle}
+        settings = {"seeds": self.mask_seeds(test), "batch_size": self.batch_size, "shuffle": shuffle}
         return capture_gradients(self.model, test, self.sites, **settings)
+
+    def mask_seeds(self, windows: Windows) -> list[int]:
+        """What each window is masked by, where the model predicts masked tokens."""
+        return [seed_for(self.spec.seed, window, 2) for window in range(len(windows.token_ids))]
 
     @cached_property
     def fit_states(self) -> dict[Site, Float[Tensor, "n d"]]:

@@ -54,7 +54,9 @@ class Spec:
     final_norm: tuple[str, ...] = ()
     # The fields below are read by the alignment and curvature metrics. They stand here already so that keys stay
     # comparable when those metrics arrive.
-    rank: int = 16
+    rank: int | str = 16
+    """Of tangent proxies, at most half of the coordinates; or what it goes by: `variance:0.9`, `participation_ratio`,
+    `twonn`."""
     curvature_rank: int = 4
     proxy: str = "pca"
     proxy_from: str | None = None

@@ -276,6 +276,7 @@ class Run:
         if not self.of_probe:
             return [], {}
         probed = Probed(model=self.model, probe=self._draw_probe(), sites=self.sites, spec=self.spec)
+        self.notes += probed.probe.windows.notes
         looks = looks_at(probed, self.of_probe, past=self.past, decode=self._decode)
         rows: list[ProbeRow] = []
         attachments: dict[str, np.ndarray] = {}

@@ -33,6 +33,8 @@ from anisoscope.revisions import training_order
 EARLY = 0.3
 PERSISTENT = 0.9
 MIN_MODELS = 3
+# Of a trend, whose p comes from 999 permutations.
+LEAST_P = 1 / 1000
 PAPER = " (the paper's control)"
 _METRICS = ("tangent_excess", "tangent_energy", "normal_ratio", "tangent_frequency_trend", "frequency_attenuation")
 _TOLD_APART = ("corpus", "population", "stack", "gradient", "proxy")
@@ -256,7 +258,8 @@ def _grows_with_frequency(course: Course, how: Resampling) -> Answer | None:
     if not known:
         return None
     effect = float(np.mean([row["value"] for row in known]))
-    up, down = simes([row["p"] for row in known]), simes([1 - row["p"] for row in known])
+    # The p of the other direction: what reaches a value counts in both.
+    up, down = simes([row["p"] for row in known]), simes([1 - row["p"] + LEAST_P for row in known])
     supported = None
     if up <= 1 - how.level and effect > 0:
         supported = True

@@ -83,7 +83,7 @@ def claims(
 
         from anisoscope.claims import judge
         from anisoscope.claims.correlations import correlate_table, read_column
-        from anisoscope.conditions import parse
+        from anisoscope.conditions import parse, place_of
         from anisoscope.listings import print_correlations, print_verdicts
 
         gates = [parse(text) for text in fail_if or []]
@@ -99,7 +99,7 @@ def claims(
             print_correlations(found)
         closed = [(gate, row) for gate in gates for row in gate.matches(table)]
         for gate, row in closed:
-            say(f"{gate}: {row['model']} has {row['value']:.4g} at {row['site']}, step {row['step']}")
+            say(f"{gate}: {row['model']} has {row['value']:.4g} at {place_of(row)}, step {row['step']}")
         if closed:
             raise typer.Exit(FAILED)
 

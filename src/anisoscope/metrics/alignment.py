@@ -24,6 +24,8 @@ class Enrichment:
     normal_ratio: float = math.nan
     leading_share: float = math.nan
     """Of the gradient rows' second moment."""
+    variance_gain: float = math.nan
+    signal_to_noise: float = math.nan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +59,7 @@ _of_gradients = partial(
     populations=("typical",),
     cite="bernas2026revisiting",
     min_points=2,
-    undefined="the gradients are zero, or there are too few windows for the control",
+    undefined="the gradients are zero, or the control does not exist here (too few windows, or no normal space)",
 )
 
 
@@ -144,6 +146,40 @@ def gradient_leading_variance(found: Enrichment) -> float:
     The anisotropy of gradients: not centred, because a mean gradient is part of what training does.
     """
     return found.leading_share
+
+
+@_of_gradients(
+    invariant_to="rotation scale",
+    null="none",
+    reason="1 would be gradients that follow the states' variance, and signal-free ones come near it",
+    default=False,
+)
+def variance_gain(found: Enrichment) -> float:
+    """Energy of a coupled gradient in the tangent proxy over the share of the states' variance there.
+
+        variance_gain = E(Q) / V(Q),   V(Q) = ‖HQ‖² / ‖H‖² of the centred test states
+
+    What is left of `tangent_energy` once it is known where states vary: a weight gradient is a sum over states.
+    """
+    return found.variance_gain
+
+
+@_of_gradients(
+    invariant_to="rotation scale",
+    bounds=(float("-inf"), float("inf")),
+    null="exact",
+    closed_form=lambda n, d: 0.0,
+    default=False,
+)
+def gradient_signal_to_noise(found: Enrichment) -> float:
+    """How much of a coupled gradient in the tangent proxy two halves of the windows agree on.
+
+        gradient_signal_to_noise = ⟨G₁Q, G₂Q⟩ / ‖(G₁ - G₂)Q‖²,   each averaged over all halvings of the windows
+
+    G₁ and G₂ are the sums over two halves. 0 on average where windows have nothing in common, and growing with the
+    number of tokens where they have: an energy whose signal is far below its noise says where noise lies.
+    """
+    return found.signal_to_noise
 
 
 @_of_gradients(

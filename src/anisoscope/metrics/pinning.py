@@ -93,7 +93,7 @@ def centroid_distance(found: Pinned) -> Float[Tensor, ""]:
 
 @_of_types(
     populations=("content",),
-    undefined="it needs centroids of the same types at two checkpoints at least",
+    undefined="it follows the same types over two checkpoints at least: sweep --follow",
 )
 def trajectory_variance(found: Pinned) -> Float[Tensor, ""]:
     """How far a type's centroid moves over training, against its frequency.

@@ -11,8 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from anisoscope.kernels import gram
-from anisoscope.kernels.gram import GramSums, center
+from anisoscope.kernels.gram import GramSums
 from anisoscope.kernels.leading import leading_axes, leading_without
 from anisoscope.metrics.spectrum import isoscore_star
 from anisoscope.tangent.controls import DRAWS, RandomSpaces, random_spaces
@@ -52,12 +51,6 @@ class AnisotropyShare:
     anisotropic_energy: Removal
     """(d) 1 - ‖P(C - l̄I)P‖² / ‖C - l̄I‖²."""
     note: str | None = None
-
-
-def gradient_leading_variance(rows: Float[Tensor, "n d"]) -> float:
-    """`leading_variance` of the gradient rows: l₁/Σl of their covariance; NaN where they do not vary."""
-    moments = gram.moments(center(rows))
-    return float(moments.leading / moments.total) if float(moments.total) > 0 else math.nan
 
 
 def anisotropy_share(

@@ -57,8 +57,8 @@ class CurvatureSettings:
         """Refuse numbers that mean nothing."""
         if min(self.rank, self.anchors, self.resamples, self.shuffles) < 1 or not 0 < self.level < 1:
             raise SpecError(
-                f"curvature wants rank, anchors, resamples and shuffles of at least 1 and a level inside (0, 1); "
-                f"came {self}"
+                "curvature wants rank, anchors, resamples and shuffles of at least 1 and a level inside (0, 1); "
+                f"came {self.rank}, {self.anchors}, {self.resamples}, {self.shuffles} and {self.level:g}"
             )
         if self.flips < 2 / (1 - self.level) - 1 - 1e-6:
             raise SpecError(f"at level {self.level} no p of {self.flips} flips is small enough; use more flips")

@@ -20,6 +20,7 @@ from anisoscope.errors import SpecError
 from anisoscope.kernels.gram import center, working_dtype
 from anisoscope.tangent.controls import (
     DRAWS,
+    PAPER_DRAWS,
     RandomSpaces,
     energies_of,
     random_spaces_beside,
@@ -244,6 +245,14 @@ def beside_shuffled(found: Sequence[Sequence[Alignment]], energies: Float[Tensor
     ]
 
 
+def with_few_normals(found: Alignment, draws: int = PAPER_DRAWS) -> Alignment:
+    """The same with as many random normals as the source has."""
+    normal = found.controls.get("normal", Control(value=math.nan))
+    (few,) = drawn_controls([found.energy], normal.draws[None, :draws])
+    ratio = _over(found.energy.value, few)
+    return replace(found, normal_ratio=ratio, normal_p=few.p, controls={**found.controls, "normal": few})
+
+
 def _cases(proxies: Sequence[Sequence[Proxy]], dim: int) -> list[tuple[int, int]]:
     """Place and number of every proxy; refused where one does not fit the gradients."""
     for proxy in itertools.chain.from_iterable(proxies):
@@ -364,6 +373,7 @@ def _over(energy: float, control: Control | None) -> float:
 
 def _note(note: str | None, energy: float, proxy: Proxy) -> str | None:
     notes = [] if note is None else [note]
+    notes += [one for one in proxy.notes if one.startswith("rank ")]
     if math.isnan(energy):
         notes.append("the gradients are zero")
     if 2 * proxy.rank > proxy.dim:

@@ -339,6 +339,11 @@ def choose_rank(
     return chosen, (f"rank {found:.4g} by {rule}{limited}",)
 
 
+def rank_within(rule: int | str, width: int) -> int | str:
+    """A number at most half of the coordinates, as the normal controls need; a rule as it is."""
+    return rule if isinstance(rule, str) else min(rule, width // 2)
+
+
 def _cone_bases(spread: _Spread, ranks: Sequence[int], concepts: int | None, seed: int) -> list[Float[Tensor, "d r"]]:
     """Leading right singular vectors of ZD, which span what D spans where there are no more concepts than directions.
 
