@@ -18,7 +18,7 @@ from anisoscope.gauge import seed_for
 from anisoscope.gradients import capture_gradients
 from anisoscope.layout import select_sites
 from anisoscope.models import Model, load_model
-from anisoscope.printing import print_unit
+from anisoscope.printing import format_value, print_unit
 from anisoscope.probed import Probed
 from anisoscope.probes import draw_probe
 from anisoscope.records import Record, Site
@@ -596,4 +596,4 @@ def test_numbers_of_two_kinds_are_two_lines(decoder: Model, capsys: pytest.Captu
         lines = [line for line in shown if line.startswith(label) and (variant or "of=mean" not in line)]
         assert len(lines) == 1
         values = [row.value for row in rows(unit, variant=variant)]
-        assert f"{max(values):.3g} @" in lines[0]
+        assert f"{format_value(max(values))} @" in lines[0]
