@@ -1,5 +1,6 @@
 """What the figures show: numbers that can be checked by hand."""
 
+import json
 import math
 import random
 import subprocess
@@ -18,6 +19,7 @@ from anisoscope.figures import (
     alignment_bins_data,
     alignment_data,
     catalogue,
+    concepts,
     concepts_data,
     count_label,
     curvature_data,
@@ -554,6 +556,8 @@ def test_concepts_are_ordered_by_how_long_they_live_and_then_by_their_largest_sh
         (7, 100, 1, 2.0),
     ]
     assert set(column(concepts_data(table, most=1), "track")) == {3}
+    for most, says in ((1, "the 1 of 3 concepts that live longest, at 2 checkpoints"), (3, "3 concepts, at 3 check")):
+        assert says in json.dumps(concepts(table, most=most).to_dict())
     with pytest.raises(SpecError, match="there is no cosine, top_tokens"):
         concepts_data(table.drop_columns(["cosine", "top_tokens"]))
 

@@ -13,15 +13,17 @@ from anisoscope.stages import NORM_METRICS, STAGES, StageChange, stage_changes
 _BARS = "▁▂▃▄▅▆▇█"
 # A table that is piped or saved is not cut to the 80 columns of a terminal nobody looks at.
 _PIPED_WIDTH = 200
+# With every column that tells rows apart.
+_FULL_WIDTH = 400
 # Characters a profile may take; deeper models show every second block, or every third.
 _PROFILE_WIDTH = 40
 _COLUMNS = ("embed", "lowest block", "highest block", "last block", "final_norm", "null", "points")
 
 
-def open_console() -> Console:
+def open_console(piped_width: int = _PIPED_WIDTH) -> Console:
     """As wide as the terminal; wide enough for any table where there is none."""
     console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=_PIPED_WIDTH)
+    return console if console.is_terminal else Console(highlight=False, width=piped_width)
 
 
 def format_value(value: float) -> str:
@@ -59,7 +61,7 @@ def sparkline(values: Sequence[float]) -> str:
 
 def print_unit(unit: Unit, *, full: bool = False) -> None:
     """A model's table: a line per estimator and population, with its profile over the blocks."""
-    console = open_console()
+    console = open_console(_FULL_WIDTH) if full else open_console()
     spec, records = unit.spec, unit.records
     kind = records[0].kind if records else ""
     console.print(Text(f"\n{spec.model}" + (f" @ {spec.revision}" if spec.revision else ""), style="bold"), Text(kind))

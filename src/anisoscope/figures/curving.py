@@ -100,8 +100,8 @@ def concepts_data(table: pa.Table, *, most: int = 40) -> pa.Table:
         for row in sorted(rows, key=lambda row: (row["track"], row["step"]))
         if row["track"] in places
     ]
-    schema = pa.schema([*CONCEPTS.items(), ("position", pa.float64()), ("label", pa.string()), ("place", pa.int64())])
-    return pa.Table.from_pylist(shaped, schema=schema)
+    columns = [*CONCEPTS.items(), ("position", pa.float64()), ("label", pa.string()), ("place", pa.int64())]
+    return pa.Table.from_pylist(shaped, schema=pa.schema(columns, metadata={"concepts": str(len(lives))}))
 
 
 def concept_rows(history: ConceptHistory) -> pa.Table:
@@ -207,5 +207,7 @@ def draw_concepts(data: pa.Table, *, of: str | None = None) -> Chart:
         panels.append(alt.layer(*layers).properties(width=WIDE, height=HIGH - 60 if name == "cosine" else HIGH - 30))
     chart = alt.vconcat(*panels, spacing=12).resolve_scale(color="shared")
     count = len({row["track"] for row in rows})
-    said = f"{count} concepts at {len({row['step'] for row in rows})} checkpoints · in colour: those that live longest"
+    every = int((data.schema.metadata or {}).get(b"concepts", count))
+    told = f"the {count} of {every} concepts that live longest" if count < every else f"{count} concepts"
+    said = f"{told}, at {len({row['step'] for row in rows})} checkpoints · in colour: the longest lives"
     return titled(chart, "Concepts as training goes on", *([of] if of else []), said)
