@@ -23,14 +23,12 @@ if TYPE_CHECKING:
     from anisoscope.shells import TrainerCallback as TrainerCallback
     from anisoscope.store import Store as Store
     from anisoscope.sweep import run_sweep as run_sweep
-    from anisoscope.updates import EmbeddingWatch as EmbeddingWatch
     from anisoscope.walk import measure as measure
 
 __version__ = "0.1.0"
 
 _ROOM_OF = {
     "AnisoscopeError": "errors",
-    "EmbeddingWatch": "updates",
     "Estimate": "records",
     "LightningCallback": "shells",
     "Record": "records",
@@ -50,7 +48,6 @@ _ROOM_OF = {
 
 __all__ = [
     "AnisoscopeError",
-    "EmbeddingWatch",
     "Estimate",
     "LightningCallback",
     "Record",
