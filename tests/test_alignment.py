@@ -367,6 +367,7 @@ def test_a_sweep_follows_the_proxies_of_earlier_checkpoints(tmp_path) -> None:
         if row["step"] == 4096 and row["metric"] == "tangent_energy" and row["proxy"] == "pca"
     }
     assert energy["mean=in;fit=rolling"] > energy["mean=in;fit=untrained"]
+    assert energy.keys() >= {f"mean={way};fit={fit}" for way in ("in", "out") for fit in ("rolling", "untrained")}
 
 
 def test_following_without_gradients_is_refused(tmp_path) -> None:

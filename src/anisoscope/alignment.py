@@ -105,17 +105,21 @@ def _align(probed: Probed, found: Mapping[str, Metric], past: Past | None) -> Al
     return aligned
 
 
-def in_both_ways(fits: Sequence[Mapping[str, Proxy]], also: str = "") -> list[list[Candidate]]:
+def in_both_ways(places: Sequence[Sequence[Candidate]]) -> list[list[Candidate]]:
     """The proxies of each place, with the direction of the states' mean in them and projected out."""
-    rid = iter(without_mean([one for proxies in fits for one in proxies.values()]))
+    rid = iter(without_mean([proxy for mine in places for _, proxy, _ in mine]))
     return [
         [
             one
-            for name, proxy in proxies.items()
-            for one in ((name, proxy, WITH_MEAN + also), (name, next(rid), WITHOUT_MEAN + also))
+            for name, proxy, variant in mine
+            for one in ((name, proxy, WITH_MEAN + variant), (name, next(rid), WITHOUT_MEAN + variant))
         ]
-        for proxies in fits
+        for mine in places
     ]
+
+
+def _named(fits: Sequence[Mapping[str, Proxy]], variant: str = "") -> list[list[Candidate]]:
+    return [[(name, proxy, variant) for name, proxy in proxies.items()] for proxies in fits]
 
 
 class _Analysis:
@@ -220,7 +224,7 @@ class _Analysis:
     def at(self, held: Held, fits: Sequence[Mapping[str, Proxy]]) -> Iterator[ProbeRow]:
         """Everything of some places, with the proxies of this checkpoint."""
         shuffled = self._shuffle(held.places) if self.shuffled else None
-        every = hold_against(held, in_both_ways(fits), own=True, shuffled=shuffled)
+        every = hold_against(held, in_both_ways(_named(fits)), own=True, shuffled=shuffled)
         for at, (place, rows) in enumerate(zip(held.places, every, strict=True)):
             yield from rows
             if "local_pca" in self.proxies:
@@ -236,10 +240,10 @@ class _Analysis:
             for name in PROXIES:
                 rank = proxies["pca"].rank
                 for fit, before in past.proxies(place.site, place.population, name, rank, place.fitted):
-                    earlier.append((name, before, f"{WITH_MEAN};fit={fit}"))
+                    earlier.append((name, before, f";fit={fit}"))
                     yield from held.turn(at, name, before, proxies[name], fit)
             every.append(earlier)
-        yield from itertools.chain.from_iterable(hold_against(held, every))
+        yield from itertools.chain.from_iterable(hold_against(held, in_both_ways(every)))
 
     def _type_disjoint(self, place: Place) -> Iterator[ProbeRow]:
         """Half of the token types to fit on, the other half to test on."""
@@ -250,7 +254,7 @@ class _Analysis:
         fit_keep = place.fit_keep & first[self.tokens["fit"].ids]
         keep = place.keep & ~first[self.tokens["test"].ids]
         other = replace(place, fitted=self.probed.fit_states[place.site][fit_keep], fit_keep=fit_keep, keep=keep)
-        yield from hold_against(self.hold([other]), in_both_ways(self.fit([other]), ";split=types"))[0]
+        yield from hold_against(self.hold([other]), in_both_ways(_named(self.fit([other]), ";split=types")))[0]
 
     def of_modules(self) -> Iterator[ProbeRow]:
         """Gradients of linear modules and of embedding rows, where they are asked for; the proxy is of their inputs."""
@@ -276,7 +280,7 @@ class _Analysis:
                 site=Site(name=path), population="all", fitted=fitted, here=here, keep=keep, fit_keep=fit_keep
             )
             held = Held(probed, self.metrics, [place], ("linear",))
-            yield from hold_against(held, in_both_ways(self.fit([place])))[0]
+            yield from hold_against(held, in_both_ways(_named(self.fit([place]))))[0]
         if test.embedding is not None:
             yield from self._embedding(test.embedding.read, test.embedding.types, EMBEDDED[0])
             if test.embedding.predicted is not None:
@@ -287,7 +291,7 @@ class _Analysis:
         for site in self.probed.sites:
             if site.name != name or self.probed.fit_states[site].shape[1] != rows.shape[1]:
                 continue
-            (candidates,) = in_both_ways(self._fit([self.probed.fit_states[site]]))
+            (candidates,) = in_both_ways(_named(self._fit([self.probed.fit_states[site]])))
             candidates = [one for one in candidates if one[1].rank > 0]
             every = uncoupled_alignments(rows[None], [[proxy for _, proxy, _ in candidates]], seed=self.seed)[0]
             for (method, proxy, variant), found in zip(candidates, every, strict=True):
