@@ -237,9 +237,11 @@ def concepts_caption(data: pa.Table) -> str:
     first, last = min(row["step"] for row in rows), max(row["step"] for row in rows)
     lives = [{row["step"] for row in line} for line in _lines(rows, "track").values()]
     through = sum({first, last} <= steps for steps in lives)
+    # Those that are drawn live longest.
+    every = int((data.schema.metadata or {}).get(b"concepts", len(lives)))
     top = max(rows, key=lambda row: row["share_of_energy"] if is_number(row["share_of_energy"]) else 0.0)
     return (
-        f"{through} of {len(lives)} concepts live from step {first} to step {last}; the largest share is "
+        f"{through} of {every} concepts live from step {first} to step {last}; the largest share is "
         f"{say(top['share_of_energy'])} at step {top['step']} ({top['top_tokens']})."
     )
 
