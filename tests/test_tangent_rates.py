@@ -187,6 +187,19 @@ def test_uncoupled_signals() -> None:
     assert all(one.excess < 0 for one in outside)
 
 
+@pytest.mark.parametrize("kind", NULLS)
+def test_halves_of_the_windows_do_not_agree_where_there_is_no_signal(kind: str) -> None:
+    """The null of gradient_signal_to_noise is 0; where gradients follow the states it is above all of these."""
+
+    def follow(chance: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+        fit, states, gradients = NULLS[kind](chance)
+        return fit, states, gradients + states @ noise(chance, DIM, DIM)
+
+    found = torch.tensor([trial(NULLS[kind], seed, coupled=True).signal_to_noise for seed in range(200)])
+    assert abs(float(found.mean())) <= 4 * float(found.std()) / math.sqrt(len(found))
+    assert min(trial(follow, seed, coupled=True).signal_to_noise for seed in range(20)) > float(found.max())
+
+
 @pytest.mark.parametrize("share", [1.0, 0.8])
 @pytest.mark.parametrize("kind", NULLS)
 def test_signal_free_gradients_are_in_no_local_tangent_space(kind: str, share: float) -> None:

@@ -141,7 +141,7 @@ class _Analysis:
             raise SpecError(f"gradients of the embedding are held against states at {' or '.join(EMBEDDED)}: add one")
         if unknown := set(spec.controls) - set(CONTROLS):
             raise SpecError(f"controls are {', '.join(CONTROLS)}; came {', '.join(sorted(unknown))}")
-        self.type_disjoint, self.shuffled, _ = (name in spec.controls for name in CONTROLS)
+        self.type_disjoint, self.shuffled = (name in spec.controls for name in ("type_disjoint", "shuffled_targets"))
         self.proxies = tuple(dict.fromkeys((spec.proxy, *PROXIES)))
         shown = probed.gradients.tokens
         self.tokens = {"fit": probed.fit_tokens(shown.ids.device), "test": shown}
