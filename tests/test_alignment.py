@@ -98,8 +98,8 @@ def test_gradients_are_those_of_typical_tokens_unless_others_are_asked_for(unit:
     usual = an.measure(spec_for(), model=decoder, progress=False)
     values = [[row.value for row in rows(one, population="typical")] for one in (usual, unit)]
     assert len(usual.records) == len(values[0])
-    # Products of more places at once are rounded otherwise.
-    np.testing.assert_allclose(values[0], values[1], rtol=2e-6)
+    # Products of more places at once are rounded otherwise, by a few units of float32 in shares of 1.
+    np.testing.assert_allclose(values[0], values[1], rtol=2e-6, atol=1e-6)
 
 
 def test_places_that_are_fitted_side_by_side_have_the_same_numbers(
@@ -126,8 +126,10 @@ def test_places_that_are_fitted_side_by_side_have_the_same_numbers(
     assert len(set(groups[0])) > 1
     for one, two in zip(alone.records, beside.records, strict=True):
         place = (one.metric, one.site, one.population, one.gradient, one.proxy, one.variant, one.control)
-        # Products of several places are rounded otherwise than those of one.
-        assert two.value == pytest.approx(one.value, rel=2e-6, abs=2e-6, nan_ok=True), place
+        # Products of several places are rounded otherwise than those of one; of two types with the same energy but for
+        # rounding, the ranks of a trend may change places.
+        rounding = 1e-4 if one.metric == "tangent_frequency_trend" else 2e-6
+        assert two.value == pytest.approx(one.value, rel=2e-6, abs=rounding, nan_ok=True), place
 
 
 def test_places_have_the_tokens_of_their_population(decoder: Model) -> None:
@@ -343,6 +345,27 @@ def test_sketches_give_back_the_proxies_they_were_made_of(unit: an.Unit, decoder
             assert turn_between(proxy.basis, fitted.basis).grassmann < 0.02
             assert turn_between(proxy.following, fitted.following).grassmann < (0.05 if method == "pca" else 1.5)
             assert float((proxy.basis.T @ proxy.following).abs().max()) < 1e-3
+
+
+@pytest.mark.parametrize("method", ["pca", "seminmf"])
+def test_a_pool_of_sketches_is_the_proxy_of_the_pooled_states(method: str) -> None:
+    """Three checkpoints share directions in which little varies; all that the fourth has varies in others."""
+    from anisoscope.past import Past, sketch
+    from anisoscope.tangent.proxies import fit_each, fit_global
+
+    draw, widths = torch.Generator().manual_seed(0), torch.full((4, 32), 1.0)
+    widths[:3, :4], widths[3] = 1.2, 0.1
+    widths[3, 10:14] = 10
+    several = [torch.randn(2000, 32, generator=draw) * width for width in widths]
+    fits = fit_each([[one] for one in several], methods=("pca", "seminmf"), ranks=[4] * 4)
+    units = [sketch([(SITE, "all")], [fit]) for fit in fits]
+    ((_, pooled),) = Past(fits={"frozen": units}, steps={"frozen": "0, 1, 2, 3"}).proxies(
+        SITE, "all", method, 4, several[0]
+    )
+    of_states = fit_global(several, method=method, rank=4)
+    # Of checkpoints in which everything varies, the eight axes that are known turn the pool a little.
+    assert float((pooled.basis.T @ of_states.basis).square().sum()) == pytest.approx(4, abs=0.1)
+    assert float(pooled.basis[10:14].square().sum()) == pytest.approx(4, abs=0.1)
 
 
 def test_a_sweep_follows_the_proxies_of_earlier_checkpoints(tmp_path) -> None:

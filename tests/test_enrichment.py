@@ -69,6 +69,18 @@ def test_a_signal_is_found_by_both_and_one_below_its_control_by_none() -> None:
     assert [one.holds for one in below.values()] == [None, None]
 
 
+@pytest.mark.parametrize(("enriched", "holds"), [(6, True), (4, True), (3, None), (1, None)])
+def test_a_few_blocks_are_not_the_model(enriched: int, holds: bool | None) -> None:
+    """Chance alone would not give one of them, but the mean of all may owe its sign to a rounding."""
+    floor = np.full(BLOCKS, 0.005)
+    p = np.where(np.arange(BLOCKS) < enriched, 0.005, 0.6)
+    found = judged(rows(np.full(BLOCKS, 0.1), p, np.full(BLOCKS, 20.0), floor))
+    assert found["tangent enrichment"].p <= 0.05
+    assert found["tangent enrichment"].holds is holds
+    assert ("takes most of them" in found["tangent enrichment"].text) is (holds is None)
+    assert found["tangent enrichment (the paper's control)"].holds is True
+
+
 def test_a_share_of_anisotropy_counts_beyond_that_of_random_normals() -> None:
     def shares(value: float, p: float, **changes: Any) -> list[dict[str, Any]]:
         fields = {"metric": "tangent_anisotropy_share", "variant": "mean=in;share=isoscore", "control": "normal"}

@@ -92,7 +92,54 @@ def test_what_appears_at_the_sixteenth_step_and_stays_emerges_early_and_persists
 def test_what_appears_at_the_last_step_only_does_not_emerge_early() -> None:
     found = judged(training(*planted(6)))
     assert found["emerges early"].holds is False
-    assert "persists" not in found
+    assert found["persists"].holds is None
+    assert "no checkpoint is enriched more than the untrained one but the last" in found["persists"].text
+
+
+def test_what_never_appears_cannot_last_in_any_seed() -> None:
+    found = judged(training(*planted(3), model="m-seed0"), training(*planted(7), model="m-seed1"))
+    assert found["persists"].holds is None
+    assert "so nothing could last" in found["persists"].text
+
+
+@pytest.mark.parametrize(("steps", "told"), [((0, 1, 4, 16), True), ((0, 1, 4, 16, 64), True), ((1024,), False)])
+def test_few_checkpoints_cannot_tell_and_one_says_nothing(steps: tuple[int, ...], told: bool) -> None:
+    found = judged([row for row in training(*planted(3)) if row["step"] in steps])
+    for claim in ("emerges early", "persists", "emerges early (the paper's control)"):
+        assert (claim in found) is told
+        if told:
+            few = f"{len(steps)} checkpoints of known step, where 5 are needed" in found[claim].text
+            assert few is (len(steps) < 5)
+            assert found[claim].holds is None or not few
+
+
+def test_checkpoints_of_unknown_step_cannot_tell() -> None:
+    rows = [row | {"step": None} for row in training(*planted(3))]
+    assert "0 checkpoints of known step" in judged(rows)["emerges early"].text
+
+
+@pytest.mark.parametrize(("base", "emerges"), [(0.0, True), (0.25, None)])
+def test_proxies_of_the_checkpoint_before_are_held_against_the_untrained_model_too(
+    base: float, emerges: bool | None
+) -> None:
+    """What its own proxy has at step 0 is what a proxy of the past must exceed: it has no step 0 itself."""
+    excess, p = planted(3) if emerges else planted(7, base=base)
+    rolling = [row for row in training(excess, p, variant="mean=in;fit=rolling") if row["step"] > 0]
+    own = training(np.full_like(excess, base), np.full_like(p, 0.005 if base else 0.5))
+    table = pa.Table.from_pylist([*own, *rolling], schema=SCHEMA)
+    found = {(one.claim, one.variant): one for one in judge(table)}
+    mine = found["emerges early", "virtual, pca, fit=rolling"]
+    assert mine.holds is emerges
+    if emerges:
+        assert mine.effect == pytest.approx(16 / 1024)
+    assert found["emerges early", "virtual, pca"].holds is None
+    assert found["emerges early (the paper's control)", "virtual, pca, fit=rolling"].holds is True
+    # Proxies of other fits are judged where they end (tangent enrichment), not over a training.
+    others = training(excess, p, variant="mean=in;fit=frozen")
+    assert not any(
+        "frozen" in (one.variant or "") and "emerges" in one.claim
+        for one in judge(pa.Table.from_pylist([*own, *others], schema=SCHEMA))
+    )
 
 
 def test_what_vanishes_does_not_persist() -> None:
@@ -170,7 +217,7 @@ def test_growth_since_the_untrained_model_is_a_test_of_its_level() -> None:
             {str(k): {"value": value, "low": value - reach, "high": value + reach} for k, value in enumerate(row)}
             for row in noise
         )
-        passed += beyond_untrained(blocks, blocks, before, before) <= 0.05
+        passed += beyond_untrained(blocks, before, blocks, before) <= 0.05
     low, high = stats.binom.interval(0.999, trials, 0.05)
     assert low <= passed <= high
 

@@ -116,11 +116,13 @@ def _read(unit: Arrays, site: Site, population: str, like: Tensor) -> dict[str, 
 
 
 def _pool(kept: Sequence[Mapping[str, Tensor]], method: str, rank: int, note: str) -> Proxy | None:
-    """One proxy of several: axes of the mean covariance, each checkpoint with a variance of one; cones by their span.
+    """One proxy of several: axes of the mean covariance, each checkpoint with a variance of one.
 
-    Only the 2r leading axes of each checkpoint are known, so that of several the pool is an approximation.
+    Of cones, axes of what each has of its checkpoint's states: their spans alone would be pooled by what they share,
+    however little varies there. Only the 2r leading axes of each checkpoint are known: an approximation.
     """
-    weighted = torch.cat([one["axes"].double() * one["shares"].double().clamp_min(0).sqrt() for one in kept], 1)
+    apart = [one["axes"].double() * one["shares"].double().clamp_min(0).sqrt() for one in kept]
+    weighted = torch.cat(apart, 1)
     if (
         method not in ("pca", "seminmf")
         or weighted.shape[1] < 2 * rank
@@ -131,8 +133,9 @@ def _pool(kept: Sequence[Mapping[str, Tensor]], method: str, rank: int, note: st
     if method == "pca":
         basis, following = axes[:, :rank], axes[:, rank : 2 * rank]
     else:
-        basis = torch.linalg.svd(torch.cat([one["cone"].double() for one in kept], 1), full_matrices=False).U
-        basis = basis[:, : min(rank, kept[0]["cone"].shape[1])]
+        cones = [torch.linalg.qr(one["cone"].double()).Q for one in kept]
+        within = torch.cat([cone @ (cone.T @ axes) for cone, axes in zip(cones, apart, strict=True)], 1)
+        basis = torch.linalg.svd(within, full_matrices=False).U[:, : min(rank, cones[0].shape[1])]
         rest = weighted - basis @ (basis.T @ weighted)
         following = torch.linalg.svd(rest, full_matrices=False).U[:, : basis.shape[1]]
     like = kept[0]["axes"]

@@ -9,7 +9,9 @@
 The p of a checkpoint's blocks become one by Simes' rule, those of a training's checkpoints are adjusted together
 (Benjamini and Hochberg 1995). With several seeds of a training a claim must hold in each: p is the largest of theirs.
 An untrained model has an excess of its own, because state and gradient both know the token. Our control therefore asks
-for more than that: E less its control must stand above that of step 0, by the intervals of both.
+for more than that: E less its control must stand above that of step 0, by the intervals of both. Each is judged with
+the proxy of the moment and, where a sweep followed its checkpoints or a Scope watched, with that of the checkpoint
+before (`fit=rolling`), which the states that the gradients belong to had no part in.
 """
 
 import math
@@ -43,6 +45,8 @@ _NORMAL = NormalDist()
 _REACH = _NORMAL.inv_cdf(0.975)
 _NONE = "no checkpoint is enriched"
 _NO_MORE = f"{_NONE} more than the untrained one"
+# Which proxies a course is of, by the variant of its rows.
+_FITS = {None: None, "mean=in": None, "mean=in;fit=rolling": "fit=rolling"}
 Row = dict[str, Any]
 Blocks = Mapping[str, Row]
 """A metric's rows by site."""
@@ -50,12 +54,14 @@ Blocks = Mapping[str, Row]
 
 @dataclass(frozen=True, kw_only=True)
 class Course:
-    """One training under one gradient, proxy and population: for each checkpoint the rows of each metric."""
+    """One training under one gradient, proxy, fit and population: for each checkpoint the rows of each metric."""
 
     model: str
     kind: str
     place: tuple[Any, ...]
     checkpoints: tuple[Mapping[str, Blocks], ...]
+    untrained: Mapping[str, Blocks] | None
+    """Step 0 under its own proxy, where it was measured."""
 
     @property
     def last(self) -> Mapping[str, Blocks]:
@@ -64,7 +70,7 @@ class Course:
 
     def steps(self) -> list[int | None]:
         """Of its checkpoints."""
-        return [next(iter(next(iter(one.values())).values()))["step"] for one in self.checkpoints]
+        return [_step(one) for one in self.checkpoints]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,10 +89,10 @@ def judge_learning(table: pa.Table, how: Resampling) -> Iterator[tuple[Subject, 
     for course in read_courses(table):
         families[(*course.place, family_of(course.model))].append(course)
     tests: dict[str, tuple[str, Callable[[Course, Resampling], Answer | None]]] = {
-        "emerges early": ("tangent_excess", _emerges),
-        f"emerges early{PAPER}": ("normal_ratio", _emerges_by_paper),
-        "persists": ("tangent_excess", _persists),
-        f"persists{PAPER}": ("normal_ratio", _persists_by_paper),
+        "emerges early": ("tangent_excess", _over_training(_when, _by_ours, _NO_MORE)),
+        f"emerges early{PAPER}": ("normal_ratio", _over_training(_when, _by_paper, _NONE)),
+        "persists": ("tangent_excess", _over_training(_lasts, _by_ours, _NO_MORE)),
+        f"persists{PAPER}": ("normal_ratio", _over_training(_lasts, _by_paper, _NONE)),
         "grows with frequency": ("tangent_frequency_trend", _grows_with_frequency),
         "curvature is attenuated by frequency bias": ("frequency_attenuation", _attenuated),
     }
@@ -102,7 +108,7 @@ def judge_learning(table: pa.Table, how: Resampling) -> Iterator[tuple[Subject, 
 
 
 def read_courses(table: pa.Table) -> list[Course]:
-    """The trainings of a table, checkpoints in order; only rows of the proxy fitted at its own checkpoint."""
+    """The trainings of a table, checkpoints in order: one course with their own proxies, one with those before."""
     kept = pc.field("metric").isin(list(_METRICS)) & pc.field("depth").is_valid() & pc.field("suspect").is_null()
     kept = kept & pc.field("bin").is_null()
     columns = ["key", "model", "kind", "stage", "step", "revision", "site", "metric", "variant", "value", "p"]
@@ -112,20 +118,30 @@ def read_courses(table: pa.Table) -> list[Course]:
     kinds: dict[tuple, str] = {}
     chosen = table.filter(kept).select([*dict.fromkeys((*columns, *_TOLD_APART, "low", "high"))])
     for row in chosen.sort_by([("key", "ascending")]).to_pylist():
-        if row["variant"] not in (None, "mean=in"):
+        if row["variant"] not in _FITS:
             continue
-        identity = (*(row[name] for name in _TOLD_APART), row["model"])
+        identity = (*(row[name] for name in _TOLD_APART), _FITS[row["variant"]], row["model"])
         kinds[identity] = row["kind"]
         rows[identity][training_order(row["stage"], row["step"], row["revision"])][row["metric"]][row["site"]] = row
-    return [
-        Course(
-            model=identity[-1],
-            kind=kinds[identity],
-            place=identity[:-1],
-            checkpoints=tuple(found[place] for place in sorted(found)),
+    courses = []
+    for identity, found in sorted(rows.items(), key=lambda item: [part or "" for part in item[0]]):
+        *told, _, model = identity
+        own = rows.get((*told, None, model), found)
+        first = own[min(own)]
+        courses.append(
+            Course(
+                model=model,
+                kind=kinds[identity],
+                place=identity[:-1],
+                checkpoints=tuple(found[place] for place in sorted(found)),
+                untrained=first if _step(first) == 0 else None,
+            )
         )
-        for identity, found in sorted(rows.items(), key=lambda item: [part or "" for part in item[0]])
-    ]
+    return courses
+
+
+def _step(checkpoint: Mapping[str, Blocks]) -> int | None:
+    return next(iter(next(iter(checkpoint.values())).values()))["step"]
 
 
 def _subject(name: str, models: Sequence[str], metric: str, place: tuple[Any, ...], unit: str) -> Subject:
@@ -157,7 +173,7 @@ def _together(claim: str, answers: Sequence[Answer]) -> Finding:
     )
 
 
-def beyond_untrained(blocks: Blocks, energies: Blocks, before: Blocks, energies_before: Blocks) -> float:
+def beyond_untrained(blocks: Blocks, before: Blocks, energies: Blocks, energies_before: Blocks) -> float:
     """p that the excess of some block grew since step 0 (Simes), from the intervals of the two energies."""
     p_values = []
     for site in blocks.keys() & before.keys() & energies.keys() & energies_before.keys():
@@ -172,7 +188,7 @@ def beyond_untrained(blocks: Blocks, energies: Blocks, before: Blocks, energies_
 
 def _cleared(course: Course, metric: str, chance: float, *, held_against_untrained: bool) -> np.ndarray:
     """Adjusted p of each checkpoint: of its blocks being enriched and, by our control, more than untrained."""
-    untrained = course.checkpoints[0] if course.steps()[0] == 0 else None
+    untrained = course.untrained
     found = []
     for one in course.checkpoints:
         blocks = one.get(metric, {})
@@ -181,45 +197,45 @@ def _cleared(course: Course, metric: str, chance: float, *, held_against_untrain
         if not values or float(np.mean(values)) <= chance:
             p = 1.0 if values else math.nan
         elif held_against_untrained and untrained is not None:
-            same = one is untrained
-            grown = (
-                1.0
-                if same
-                else beyond_untrained(
-                    blocks,
-                    one.get("tangent_energy", {}),
-                    untrained.get(metric, {}),
-                    untrained.get("tangent_energy", {}),
-                )
-            )
+            energies = (here.get("tangent_energy", {}) for here in (one, untrained))
+            grown = 1.0 if one is untrained else beyond_untrained(blocks, untrained.get(metric, {}), *energies)
             p = max(p, grown) if not math.isnan(grown) else math.nan
         found.append(p)
     return np.array(benjamini_hochberg(found))
 
 
-def _when(course: Course, p_values: np.ndarray, how: Resampling, nothing: str) -> Answer | None:
-    steps = course.steps()
-    if len(steps) < MIN_CHECKPOINTS or any(step is None for step in steps):
-        return None
-    places = np.array(steps, float) / max(step or 0 for step in steps)
+def _untold(says: str, p: float = math.nan) -> Answer:
+    return Answer(supported=None, effect=math.nan, p=p, says=says)
+
+
+def _too_short(course: Course) -> Answer | None:
+    steps = [step for step in course.steps() if step is not None]
+    if len(steps) < max(MIN_CHECKPOINTS, len(course.checkpoints)):
+        return _untold(f"{counted(len(steps), 'checkpoint')} of known step, where {MIN_CHECKPOINTS} are needed")
+    return None
+
+
+def _when(course: Course, p_values: np.ndarray, how: Resampling, nothing: str) -> Answer:
+    steps = np.array(course.steps(), float)
+    places = steps / steps.max()
     enriched = p_values <= 1 - how.level
     early = places <= EARLY
     if not enriched.any():
-        return Answer(supported=None, effect=math.nan, p=float(np.nanmin(p_values, initial=1.0)), says=nothing)
+        return _untold(nothing, float(np.nanmin(p_values, initial=1.0)))
     first = int(enriched.argmax())
     p = float(np.nanmin(p_values[early])) if early.any() and not np.isnan(p_values[early]).all() else math.nan
     return Answer(
         supported=bool(early[first]),
         effect=float(places[first]),
         p=p,
-        says=f"the first enriched checkpoint is step {steps[first]}, at {number(places[first])} of the training",
+        says=f"the first enriched checkpoint is step {steps[first]:.0f}, at {number(places[first])} of the training",
     )
 
 
-def _lasts(course: Course, p_values: np.ndarray, how: Resampling) -> Answer | None:
+def _lasts(course: Course, p_values: np.ndarray, how: Resampling, nothing: str) -> Answer:
     enriched = p_values <= 1 - how.level
-    if len(enriched) < MIN_CHECKPOINTS or not enriched.any() or enriched.argmax() == len(enriched) - 1:
-        return None
+    if not enriched[:-1].any():
+        return _untold(f"{nothing}{' but the last' if enriched[-1] else ''}, so nothing could last")
     first = int(enriched.argmax())
     share = float(enriched[first + 1 :].mean())
     supported = None
@@ -236,20 +252,27 @@ def _lasts(course: Course, p_values: np.ndarray, how: Resampling) -> Answer | No
     )
 
 
-def _emerges(course: Course, how: Resampling) -> Answer | None:
-    return _when(course, _cleared(course, "tangent_excess", 0.0, held_against_untrained=True), how, _NO_MORE)
+def _by_ours(course: Course) -> np.ndarray:
+    return _cleared(course, "tangent_excess", 0.0, held_against_untrained=True)
 
 
-def _emerges_by_paper(course: Course, how: Resampling) -> Answer | None:
-    return _when(course, _cleared(course, "normal_ratio", 1.0, held_against_untrained=False), how, _NONE)
+def _by_paper(course: Course) -> np.ndarray:
+    return _cleared(course, "normal_ratio", 1.0, held_against_untrained=False)
 
 
-def _persists(course: Course, how: Resampling) -> Answer | None:
-    return _lasts(course, _cleared(course, "tangent_excess", 0.0, held_against_untrained=True), how)
+def _over_training(
+    test: Callable[[Course, np.ndarray, Resampling, str], Answer],
+    control: Callable[[Course], np.ndarray],
+    nothing: str,
+) -> Callable[[Course, Resampling], Answer | None]:
+    """A test of several checkpoints; of a single one it does not speak."""
 
+    def tested(course: Course, how: Resampling) -> Answer | None:
+        if len(course.checkpoints) == 1:
+            return None
+        return _too_short(course) or test(course, control(course), how, nothing)
 
-def _persists_by_paper(course: Course, how: Resampling) -> Answer | None:
-    return _lasts(course, _cleared(course, "normal_ratio", 1.0, held_against_untrained=False), how)
+    return tested
 
 
 def _grows_with_frequency(course: Course, how: Resampling) -> Answer | None:
