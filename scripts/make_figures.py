@@ -30,7 +30,7 @@ docs/runs/pocket-curvature-encoder (one of the twelve). All but the first two we
         anisoscope sweep pocket-KIND-aEXPONENT-seedSEED --corpus heldout:enwik8 --follow -o docs/runs/pocket-gradients
                          --metrics alignment,pinning,leading_variance,loss --populations typical --sites 'block.*'
                          --tokens 8192 --seq-len 128 --batch-points 2048
-        (without its attachments, and without the units that hold proxies of earlier checkpoints)
+        (without its attachments)
     for kind, layout in (decoder, gpt_neox), (encoder, eurobert):
         anisoscope train --corpus enwik8 --kind KIND --layout LAYOUT --layers 12 --width 512 --heads 8 --vocabulary 8192
                          --seq-len 512 --batch-size 128 --steps 3816 --learning-rate 1e-3 --warmup 200 --compile
@@ -93,6 +93,7 @@ SHOWN = {
     ),
     "large-gradients": (
         "alignment-large-decoder-heldout-enwik8-typical-mean-in",
+        "alignment-large-decoder-heldout-enwik8-typical-mean-in-fit-rolling",
         "alignment-large-encoder-heldout-enwik8-typical-mean-in",
         "alignment_bins-large-encoder-heldout-enwik8-typical",
         "dynamics-centroid_distance",

@@ -94,16 +94,16 @@ def _kinds(table: pa.Table) -> dict[str, str]:
 
 def _outcomes(claim: Claimed, verdicts: Sequence[Verdict], kinds: dict[str, str], table: pa.Table) -> list[Outcome]:
     readings = tuple(text for reading in claim.readings for text in _read(reading, table, claim.kinds))
-    found = []
+    found, reason = [], claim.untested or _NOTHING
     for view in claim.views:
         for population in claim.populations:
             speaking = [one for one in verdicts if _speaks(one, claim, view, population, kinds)]
             if speaking:
                 found.append(_outcome(claim, view, population, speaking, readings))
         if not any(one.view == view.name for one in found):
-            found.append(_untested(claim, view.name, view.silent, readings))
+            found.append(_untested(claim, view.name, reason, readings))
     if all(one.verdict == UNTESTED for one in found):
-        found = [_untested(claim, "", claim.untested or _NOTHING, readings)]
+        found = [_untested(claim, "", reason, readings)]
     return found
 
 

@@ -22,8 +22,6 @@ class View:
     """Only verdicts whose variant does not contain this."""
     remark: str = ""
     """What a reader of its verdict must know."""
-    silent: str = "nothing that was measured here speaks to it"
-    """Why there is no verdict, where other views have one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +46,7 @@ class Claimed:
     """Where it says so, and what we know that from."""
     views: tuple[View, ...] = ()
     untested: str = ""
-    """Why it is not tested, where no view of it has a verdict."""
+    """Why a view of it, or all of them, may have no verdict."""
     negated: bool = False
     """The tests state what the paper denies: it is reproduced where they fail."""
     existential: bool = False

@@ -179,11 +179,11 @@ _BEYOND = "Enriched is here what stands above the untrained model."
 _WEAK = "Gradients without any signal pass this control too (docs/tangent.md), so it decides little."
 
 
-def _both_controls(test: str, remark: str = "", silent: str = View.silent) -> tuple[View, ...]:
+def _both_controls(test: str, remark: str = "") -> tuple[View, ...]:
     theirs = f"{test} (the paper's control)"
     return (
-        View(name=_OURS, tests=(test,), has=("virtual",), lacks="fit=", remark=remark, silent=silent),
-        View(name=_THEIRS, tests=(theirs,), has=("virtual",), lacks="fit=", remark=_WEAK, silent=silent),
+        View(name=_OURS, tests=(test,), has=("virtual",), lacks="fit=", remark=remark),
+        View(name=_THEIRS, tests=(theirs,), has=("virtual",), lacks="fit=", remark=_WEAK),
     )
 
 
@@ -269,9 +269,7 @@ BERNAS2026 = Paper(
             name="persists",
             predicts="the alignment stays, weaker late in training",
             where=f"a public summary; the weakening from {_NOTES}",
-            views=_both_controls(
-                "persists", _BEYOND, "it takes five checkpoints, and one before the last that is enriched"
-            ),
+            views=_both_controls("persists", _BEYOND),
             untested=_NO_TEST,
         ),
         Claimed(
