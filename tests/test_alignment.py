@@ -209,7 +209,7 @@ def test_what_cannot_be_asked_is_refused(decoder: Model) -> None:
         an.measure(spec_for(gradients=("weight",)), model=decoder, progress=False)
     with pytest.raises(SpecError, match="a tangent proxy is one of"):
         an.measure(spec_for(proxy="ica"), model=decoder, progress=False)
-    with pytest.raises(SpecError, match="controls are type_disjoint, shuffled_targets, paper_normals"):
+    with pytest.raises(SpecError, match="controls are type_disjoint, shuffled_targets, paper_normals, shares"):
         an.measure(spec_for(controls=("shuffled",)), model=decoder, progress=False)
     with pytest.raises(SpecError, match="give grads="):
         an.estimate(np.eye(4), ["tangent_excess"])
@@ -224,6 +224,31 @@ def test_alignment_comes_with_other_metrics_and_an_encoder_has_it_too() -> None:
     assert {row.metric for row in found.records} == {*FAMILY, "tangent_anisotropy_share", "mean_cosine"}
     assert {row.population for row in found.records} == {"all"}
     assert one(found, metric="tangent_energy", proxy="pca", variant="mean=in").value > 8 / 112
+
+
+def test_shares_of_anisotropy_have_controls_of_their_own_where_asked_for(unit: an.Unit, decoder: Model) -> None:
+    spec = spec_for(controls=("shares",), metrics=("tangent_anisotropy_share",))
+    found = an.measure(spec, model=decoder, progress=False)
+    harder = [row for row in found.records if row.control in ("permuted", "haar", "signs")]
+    controls = {"virtual": ("permuted",), "activation": ("haar", "signs")}
+    assert {(row.gradient, row.control, row.proxy, row.variant, row.site) for row in harder} == {
+        (gradient, control, proxy, f"mean=in;share={way}", row.site)
+        for gradient, names in controls.items()
+        for control in names
+        for proxy in ("pca", "seminmf")
+        for way in ("isoscore", "energy")
+        for row in harder
+    }
+    for row in harder:
+        told = {"metric": row.metric, "gradient": row.gradient, "proxy": row.proxy, "variant": row.variant}
+        assert row.value == one(found, **told, control="normal", site=row.site).value
+        assert row.p is not None
+        assert 1 / 200 <= row.p <= 1
+    for proxy in ("pca", "seminmf"):
+        told = {"gradient": "virtual", "proxy": proxy, "variant": "mean=in;share=energy"}
+        # Pairs hardly matter to what random normals see.
+        assert one(found, **told, control="permuted").control_value > one(found, **told, control="normal").control_value
+    assert not rows(unit, control="permuted", metric="tangent_anisotropy_share")
 
 
 def test_removing_the_proxy_is_held_against_normals_and_the_next_directions(unit: an.Unit) -> None:

@@ -98,6 +98,44 @@ def test_a_share_of_anisotropy_counts_beyond_that_of_random_normals() -> None:
     assert below.holds is None
 
 
+def energy_shares(value: float, **controls: tuple[float, float | None]) -> list[dict[str, Any]]:
+    """Rows of a share, one for each block and control: its value there, and p."""
+    level = np.full(BLOCKS, value)
+    made = rows(level, level, level, level, metric="tangent_anisotropy_share", variant="mean=in;share=energy")[:BLOCKS]
+    return [
+        row | {"metric": "tangent_anisotropy_share", "control": name, "control_value": chance, "p": p}
+        for row in made
+        for name, (chance, p) in controls.items()
+    ]
+
+
+@pytest.mark.parametrize(
+    ("controls", "holds", "effect"),
+    [
+        # Coupled: windows paired anew decide, whatever normals and the next directions say.
+        ({"normal": (0.0, 0.005), "next": (0.9, None), "permuted": (0.3, 0.005)}, True, 0.1),
+        ({"normal": (0.0, 0.005), "next": (0.0, None), "permuted": (0.3, 0.4)}, None, 0.1),
+        # Uncoupled: the hardest of three, and both that have a p.
+        ({"normal": (0.0, 0.005), "next": (0.2, None), "haar": (0.1, 0.005), "signs": (0.15, 0.005)}, True, 0.2),
+        ({"normal": (0.0, 0.005), "next": (0.5, None), "haar": (0.1, 0.005), "signs": (0.15, 0.005)}, None, -0.1),
+        ({"normal": (0.0, 0.005), "next": (0.2, None), "haar": (0.1, 0.005), "signs": (0.39, 0.3)}, None, 0.01),
+        ({"haar": (0.1, 0.005), "signs": (0.15, None)}, None, 0.25),
+    ],
+)
+def test_our_controls_decide_for_shares_of_anisotropy(
+    controls: dict[str, tuple[float, float | None]], holds: bool | None, effect: float
+) -> None:
+    found = {one.claim: one for one in judge(table_of(energy_shares(0.4, **controls)))}
+    assert found["tangent share of gradient anisotropy"].holds is holds
+    assert found["tangent share of gradient anisotropy"].effect == pytest.approx(effect)
+    assert "tangent share of gradient anisotropy (the paper's control)" not in found
+
+
+def test_shares_held_against_normals_alone_have_no_verdict_under_our_control() -> None:
+    found = judge(table_of(energy_shares(0.4, normal=(0.0, 0.005), next=(0.1, None))))
+    assert not [one for one in found if one.claim == "tangent share of gradient anisotropy"]
+
+
 def distances(r: np.ndarray, p: np.ndarray) -> list[dict[str, Any]]:
     fields = {"metric": "centroid_distance", "population": "content", "variant": None, "gradient": None, "proxy": None}
     return [row | fields for row in rows(r, p, r, p)[:BLOCKS]]

@@ -1,6 +1,7 @@
 """Tangent energies and their controls: closed forms, and slow references that share no code with them."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,7 @@ from anisoscope.tangent.local import local_alignment
 from anisoscope.tangent.means import without_mean
 from anisoscope.tangent.pinning import follow_centroids, log_trend, pin_types
 from anisoscope.tangent.proxies import LocalProxy, fit_global, fit_local, fit_proxy, stack_bases
+from anisoscope.tangent.share_controls import permuted_shares, uncoupled_shares
 from anisoscope.tangent.windows import pair_each, pair_windows, signal_to_noise, stack_windows
 
 # Relative difference between a fast path in float32 and its reference in float64.
@@ -588,6 +590,62 @@ def test_anisotropy_shares_are_those_of_the_projected_moment() -> None:
     for column, (removal, draws) in enumerate(zip(removals, (30, LED_DRAWS, LED_DRAWS, 30), strict=True)):
         assert removal.normal == pytest.approx(normals[:draws, column].mean(), rel=1e-6, abs=1e-9)
         assert removal.p == 1 / (draws + 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_permuted_shares_equal_the_naive_loop(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(windowed.TABLE_ELEMENTS, "cpu", 3 * 40 * 5 * 12 * 2)
+    windows = windows_of(40, 5)
+    places = [(decaying(200, 16, seed=seed), normal(200, 12, seed=seed + 1)) for seed in (2, 4)]
+    states, gradients = (torch.stack(part).to(dtype) for part in zip(*places, strict=True))
+    pairing = pair_each(states, gradients, windows, keep=torch.ones(2, 200, dtype=torch.bool), draws=30)
+    # Ranks may differ: those of the second place are chosen by a rule.
+    fitted = [[fit_global(decaying(300, 16, seed=7), rank=rank) for rank in ranks] for ranks in ((4, 2), (3, 4))]
+    shares = [
+        [anisotropy_share(moment, proxy, draws=5) for proxy in mine]
+        for moment, mine in zip(pairing.moments, fitted, strict=True)
+    ]
+    found = permuted_shares(pairing, fitted, shares, zeta=0.25)
+    orders = draw_permutations(30, 40, 0).orders
+    for (h, a), mine, nulls, own in zip(places, fitted, found, shares, strict=True):
+        h, a = (part - part.mean(0) for part in (h, a))
+        for proxy, null, share in zip(mine, nulls, own, strict=True):
+            met = (a.view(40, 5, 12)[order].reshape(200, 12) for order in orders)
+            every = [anisotropy_share(second_moment(one.T @ h), proxy, draws=1) for one in met]
+            for name in ("isoscore_change", "anisotropic_energy"):
+                control, true = null[name]["permuted"], getattr(share, name).tangent
+                draws = torch.tensor([getattr(one, name).tangent for one in every], dtype=torch.float64)
+                tolerance = EXACT if dtype == torch.float64 else 1e-5
+                assert control.draws.numpy() == pytest.approx(draws.numpy(), abs=tolerance)
+                assert control.value == pytest.approx(float(draws.mean()), abs=tolerance)
+                assert control.p == permutation_p(true, draws)
+
+
+def test_few_windows_have_no_permuted_shares() -> None:
+    pairing = pair_windows(decaying(60, 16), normal(60, 12), windows_of(20, 3))
+    proxy = fit_global(decaying(60, 16, seed=1), rank=3)
+    share = anisotropy_share(pairing.moments[0], proxy, draws=5)
+    ((found,),) = permuted_shares(pairing, [[proxy]], [[share]], zeta=0.25)
+    assert math.isnan(found["isoscore_change"]["permuted"].value)
+    assert math.isnan(found["anisotropic_energy"]["permuted"].p)
+
+
+def test_uncoupled_shares_are_those_of_turned_and_flipped_spaces() -> None:
+    rows, fitted = decaying(200, 16, seed=3), [fit_global(decaying(300, 16, seed=7), rank=rank) for rank in (4, 2)]
+    moment = second_moment(rows)
+    shares = [anisotropy_share(moment, proxy, draws=5) for proxy in fitted]
+    (found,) = uncoupled_shares(moment[None], [fitted], [shares], zeta=0.25, draws=30, seed=5)
+    signs = controls.random_signs(30, 16, 5, moment.dtype, moment.device)
+    for proxy, share, mine in zip(fitted, shares, found, strict=True):
+        uniform = controls.uniform_spaces(30, proxy.rank, 16, 5, moment.dtype, moment.device)
+        spaces = {"haar": [one.T for one in uniform], "signs": [one[:, None] * proxy.basis for one in signs]}
+        assert set(mine["isoscore_change"]) == set(spaces)
+        for name, bases in spaces.items():
+            every = [anisotropy_share(moment, replace(proxy, basis=basis), draws=1) for basis in bases]
+            for way in ("isoscore_change", "anisotropic_energy"):
+                draws = torch.tensor([getattr(one, way).tangent for one in every], dtype=torch.float64)
+                assert mine[way][name].draws.numpy() == pytest.approx(draws.numpy(), abs=EXACT)
+                assert mine[way][name].p == permutation_p(getattr(share, way).tangent, draws)
 
 
 def test_no_normal_space_gives_nan_with_a_note() -> None:

@@ -5,7 +5,7 @@ states. Rates are held against the binomial interval of their draws.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -13,10 +13,13 @@ import torch
 from scipy.stats import binomtest, kstest
 from torch import Tensor
 
+from anisoscope.tangent.anisotropy import AnisotropyShare, anisotropy_share
+from anisoscope.tangent.controls import second_moment
 from anisoscope.tangent.energies import Alignment, coupled_alignment, uncoupled_alignment
 from anisoscope.tangent.inference import permutation_p
 from anisoscope.tangent.local import local_alignment
 from anisoscope.tangent.proxies import fit_global, fit_local
+from anisoscope.tangent.share_controls import ShareControls, permuted_shares, uncoupled_shares
 from anisoscope.tangent.windows import pair_windows
 
 DIM, RANK, WINDOWS, LENGTH = 64, 8, 32, 16
@@ -100,6 +103,18 @@ def planted(inside: bool) -> Maker:
     return make
 
 
+def toward(inside: bool) -> Maker:
+    """Gradients that are large along the tangent space, whatever the states, or along one far outside the proxy."""
+
+    def make(chance: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+        turn = axes(chance)
+        along = turn[:RANK] if inside else turn[40 : 40 + RANK]
+        gradients = noise(chance, TOKENS, DIM) + 2 * noise(chance, TOKENS, RANK) @ along
+        return varied(chance, turn), varied(chance, turn), gradients
+
+    return make
+
+
 def trial(make: Maker, seed: int, *, coupled: bool) -> Alignment:
     fit, states, gradients = make(torch.Generator().manual_seed(seed))
     proxy = fit_global(fit, rank=RANK)
@@ -127,6 +142,61 @@ def test_signal_free_coupled_gradients_are_not_called_tangent(kind: str) -> None
         assert kstest(spread, "uniform").pvalue > 0.001
     # The paper's control calls them so, nearly always.
     assert sum(one.normal_p <= NOMINAL for one in found) / TRIALS > 0.95
+
+
+SHARES = ("isoscore_change", "anisotropic_energy")
+
+
+def share_trial(make: Maker, seed: int, *, coupled: bool) -> tuple[AnisotropyShare, ShareControls]:
+    fit, states, gradients = make(torch.Generator().manual_seed(seed))
+    proxy = fit_global(fit, rank=RANK)
+    pairing = pair_windows(states, gradients, LABELS, draws=DRAWS, seed=seed)
+    moment = pairing.moments[0] if coupled else second_moment(gradients)
+    share = anisotropy_share(moment, proxy, draws=19, seed=seed)
+    if coupled:
+        ((null,),) = permuted_shares(pairing, [[proxy]], [[share]], zeta=0.25)
+    else:
+        ((null,),) = uncoupled_shares(moment[None], [[proxy]], [[share]], zeta=0.25, draws=DRAWS, seed=seed)
+    return share, null
+
+
+def flagged(trials: Sequence[tuple[AnisotropyShare, ShareControls]], way: str) -> int:
+    """By every control with draws, and above the next directions where the gradients are uncoupled."""
+    count = 0
+    for share, null in trials:
+        above = "permuted" in null[way] or getattr(share, way).tangent > getattr(share, way).following
+        count += above and max(one.p for one in null[way].values()) <= NOMINAL
+    return count
+
+
+@pytest.mark.parametrize("coupled", [True, False])
+@pytest.mark.parametrize("kind", NULLS)
+def test_signal_free_gradients_have_no_share_of_anisotropy_beyond_its_controls(kind: str, coupled: bool) -> None:
+    found = [share_trial(NULLS[kind], seed, coupled=coupled) for seed in range(TRIALS)]
+    for way in SHARES:
+        assert at_most_nominal(flagged(found, way), TRIALS)
+        if coupled or kind == "rogue":
+            # The paper's control calls them tangent, nearly always; of 19 draws p is .05 at least.
+            assert sum(getattr(share, way).p <= 1 / 19 for share, _ in found) / TRIALS > 0.8
+
+
+def test_a_planted_share_is_found_by_its_energy_and_hardly_by_its_isoscore() -> None:
+    """A signal makes what is left of a gradient uneven too, with its own pairs and with others."""
+    inside, outside = (
+        [share_trial(planted(place), seed, coupled=True) for seed in range(50)] for place in (True, False)
+    )
+    assert flagged(inside, "anisotropic_energy") >= 48
+    assert flagged(outside, "anisotropic_energy") <= 2
+    assert flagged(inside, "isoscore_change") <= 2
+
+
+def test_an_uncoupled_share_is_found_in_both_ways_and_not_outside() -> None:
+    inside, outside = (
+        [share_trial(toward(place), seed, coupled=False) for seed in range(50)] for place in (True, False)
+    )
+    for way in SHARES:
+        assert flagged(inside, way) >= 48
+        assert flagged(outside, way) == 0
 
 
 @pytest.mark.parametrize("kind", NULLS)
@@ -171,15 +241,6 @@ def test_a_planted_normal_signal_is_not_called_tangent() -> None:
 
 
 def test_uncoupled_signals() -> None:
-    def toward(inside: bool) -> Maker:
-        def make(chance: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-            turn = axes(chance)
-            along = turn[:RANK] if inside else turn[40 : 40 + RANK]
-            gradients = noise(chance, TOKENS, DIM) + 2 * noise(chance, TOKENS, RANK) @ along
-            return varied(chance, turn), varied(chance, turn), gradients
-
-        return make
-
     tangent = [trial(toward(True), seed, coupled=False) for seed in range(100)]
     assert sum(one.p <= NOMINAL and one.excess > 0 for one in tangent) >= 95
     outside = [trial(toward(False), seed, coupled=False) for seed in range(100)]

@@ -46,7 +46,7 @@ from anisoscope.tangent.proxies import Proxy, fit_each, rank_within
 VIEWS = ("enrichment", "removal", "trend", "turn")
 GRADIENTS = ("virtual", "activation")
 PROXIES = ("pca", "seminmf")
-CONTROLS = ("type_disjoint", "shuffled_targets", "paper_normals")
+CONTROLS = ("type_disjoint", "shuffled_targets", "paper_normals", "shares")
 # Where the rows of the input embedding are states, and what those of the output embedding are multiplied with.
 EMBEDDED = ("embed", "final_norm")
 # Numbers of states whose places are looked at together: as many as caches hold, or as a GPU is busy with.

@@ -45,7 +45,9 @@ def spec_flags(
     gradients: Annotated[
         str | None, typer.Option(help="virtual, activation, embedding, linear:PATH.  [the first two]")
     ] = None,
-    controls: Annotated[str | None, typer.Option(help="type_disjoint, shuffled_targets, paper_normals.")] = None,
+    controls: Annotated[
+        str | None, typer.Option(help="type_disjoint, shuffled_targets, paper_normals, shares.")
+    ] = None,
     blocks: Annotated[str | None, typer.Option(help="Path of the block list, where it is not found.")] = None,
     final_norm: Annotated[str | None, typer.Option(help="Path of the final norm, where it is not found.")] = None,
 ) -> dict[str, Any]:

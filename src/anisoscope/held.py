@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -18,8 +18,15 @@ from anisoscope.metrics import Metric
 from anisoscope.metrics.alignment import Enrichment, Removed, Trend, Turned
 from anisoscope.probed import Probed, ProbeRow
 from anisoscope.records import Site
-from anisoscope.tangent.anisotropy import LED_DRAWS, AnisotropyShare, anisotropy_shares, find_leading
-from anisoscope.tangent.controls import PAPER_DRAWS, energies_of, second_moments
+from anisoscope.tangent.anisotropy import (
+    LED_DRAWS,
+    AnisotropyShare,
+    Leading,
+    Removal,
+    anisotropy_shares,
+    find_leading,
+)
+from anisoscope.tangent.controls import PAPER_DRAWS, RandomSpaces, energies_of, second_moments
 from anisoscope.tangent.dynamics import random_distance, turn_between
 from anisoscope.tangent.energies import (
     Alignment,
@@ -34,6 +41,7 @@ from anisoscope.tangent.frequency import ByFrequency, squares_by_frequency
 from anisoscope.tangent.inference import same_rows
 from anisoscope.tangent.local import local_alignment
 from anisoscope.tangent.proxies import Proxy, bases_of, fit_local, rank_within
+from anisoscope.tangent.share_controls import ShareControls, permuted_shares, uncoupled_shares
 from anisoscope.tangent.windows import pair_each
 
 # Directions of a token's own tangent space: neighbours are too few for many.
@@ -65,7 +73,8 @@ class Held:
     ) -> None:
         self.probed, self.places, self.seed = probed, places, probed.spec.seed
         self.metrics, self.shown, self.dim = metrics, probed.gradients, places[0].here.values.shape[1]
-        self.gradients = tuple(gradients)
+        self.gradients, self.zeta = tuple(gradients), probed.spec.isoscore_zeta
+        self.share_controls = "shares" in probed.spec.controls
         self.keep = torch.stack([place.keep for place in places])
         # On the CPU, now: later a copy would wait for all that a GPU has been given to do.
         self.kept, self.types = self.keep.cpu(), self.shown.tokens.ids.cpu()
@@ -151,23 +160,32 @@ class Held:
                 yield self._row(at, "normal_ratio", view, columns)
 
     def removal(
-        self, at: int, gradient: str, candidates: Iterable[Candidate], found: Sequence[AnisotropyShare]
+        self,
+        at: int,
+        gradient: str,
+        candidates: Sequence[Candidate],
+        found: Sequence[AnisotropyShare],
+        controls: Sequence[ShareControls],
     ) -> Iterator[ProbeRow]:
-        """What is left of a gradient's anisotropy at a place without each proxy, in four ways."""
-        for (name, proxy, _), share in zip(candidates, found, strict=True):
-            ways = {
-                "isoscore": share.isoscore_change,
-                "leading": share.leading_drop,
-                "spectral": share.spectral_share,
-                "energy": share.anisotropic_energy,
-            }
-            for way, removal in ways.items():
+        """What is left of a gradient's anisotropy at a place without each proxy, in four ways, a row for a control."""
+        ways = {
+            "isoscore": "isoscore_change",
+            "leading": "leading_drop",
+            "spectral": "spectral_share",
+            "energy": "anisotropic_energy",
+        }
+        for (name, proxy, _), share, drawn in zip(candidates, found, controls, strict=True):
+            for way, field in ways.items():
+                removal: Removal = getattr(share, field)
                 columns = _columns(gradient, name, proxy, f"{WITH_MEAN};share={way}") | {"note": share.note}
                 normal = {"control": "normal", "control_value": removal.normal, "p": removal.p}
                 row = self._row(at, "tangent_anisotropy_share", Removed(change=removal.tangent), columns | normal)
                 following = {"control": "next", "control_value": removal.following, "p": None}
                 yield row
                 yield row._replace(columns=row.columns | following)
+                for control, one in drawn.get(field, {}).items():
+                    beside = {"control": control, "control_value": one.value, "p": one.p}
+                    yield row._replace(columns=row.columns | beside)
 
     def by_frequency(self, at: int, name: str, proxy: Proxy, found: ByFrequency) -> Iterator[ProbeRow]:
         """Energies of activation gradients at a place by token frequency, and their trend over types."""
@@ -339,17 +357,41 @@ def hold_against(
             found = beside_shuffled(found, energies_of(shuffled.moments[:, number], bases_of(proxies)))
         for at, (mine, every) in enumerate(zip(usable, found, strict=True)):
             rows[at] += held.enrichment(at, gradient, mine, every, shares[at * len(held.gradients) + number])
-    if removal:
-        cases = list(itertools.product(range(len(held.places)), range(len(held.gradients))))
-        removed = anisotropy_shares(
-            moments,
-            [[proxy for _, proxy, _ in kept[at]] for at, _ in cases],
-            [list(itertools.compress(spaces[at][number], plain[at])) for at, number in cases],
-            leading=leading,
-            zeta=held.probed.spec.isoscore_zeta,
-        )
-        for (at, number), mine in zip(cases, removed, strict=True):
-            rows[at] += held.removal(at, held.gradients[number], kept[at], mine)
+    if removal and leading:
+        beside = [
+            [list(itertools.compress(here, chosen)) for here in mine]
+            for mine, chosen in zip(spaces, plain, strict=True)
+        ]
+        rows = [[*mine, *more] for mine, more in zip(rows, take_out(held, kept, beside, leading), strict=True)]
+    return rows
+
+
+def take_out(
+    held: Held,
+    plain: Sequence[Sequence[Candidate]],
+    spaces: Sequence[Sequence[Sequence[RandomSpaces | None]]],
+    leading: Leading,
+) -> list[list[ProbeRow]]:
+    """Rows for what is left of each gradient's anisotropy without plain proxies; of `spaces` by place and gradient."""
+    rows: list[list[ProbeRow]] = [[] for _ in held.places]
+    cases, zeta = list(itertools.product(range(len(held.places)), range(len(held.gradients)))), held.zeta
+    proxies = proxies_of(plain)
+    every = anisotropy_shares(
+        held.moments.flatten(0, 1),
+        [proxies[at] for at, _ in cases],
+        [spaces[at][number] for at, number in cases],
+        leading=leading,
+        zeta=zeta,
+    )
+    for number, gradient in enumerate(held.gradients):
+        shares = every[number :: len(held.gradients)]
+        controls: list[list[ShareControls]] = [[{}] * len(mine) for mine in plain]
+        if held.share_controls and held.pairing is not None and gradient != "activation":
+            controls = permuted_shares(held.pairing, proxies, shares, zeta=zeta)
+        elif held.share_controls:
+            controls = uncoupled_shares(held.moments[:, number], proxies, shares, zeta=zeta, seed=held.seed)
+        for at, found in enumerate(shares):
+            rows[at] += held.removal(at, gradient, plain[at], found, controls[at])
     return rows
 
 

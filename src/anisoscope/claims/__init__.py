@@ -7,7 +7,8 @@
     rises then falls               intrinsic dimension over a training, averaged over blocks
     rows drift together, ...       what older theories predict of a training (theories.py)
     tangent enrichment             gradients lie in the tangent space: by our control, and by the paper's
-    tangent share of gradient anisotropy   removing the tangent space leaves them more isotropic: the paper's control
+    tangent share of gradient anisotropy   their uneven energy lies there: by our control; by the paper's, without the
+                                   tangent space they are more isotropic
     frequent types are pinned      the more frequent a token type, the nearer its centroid to the common centre
 
 `embed` and `final_norm` are left out: with them any profile is a bell. What is repeated decides what can be claimed:

@@ -1,4 +1,4 @@
-"""Do gradients lie in the tangent space? One verdict under our control and one under the paper's, side by side.
+"""Do gradients, and their anisotropy, lie in the tangent space? By our control and by the paper's, side by side.
 
 A model's blocks at its last checkpoint are tested together: the p of its blocks become one by Simes' rule, which keeps
 its level for tests that depend on each other as neighbouring blocks do (Benjamini and Yekutieli 2001). It speaks of
@@ -7,7 +7,8 @@ some block; a claim about the model takes more than half of its blocks beyond ch
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,14 +19,12 @@ from anisoscope.claims.findings import Finding, Subject, counted, number
 from anisoscope.claims.resampling import Resampling
 from anisoscope.revisions import training_order
 
-CLAIMS = {
-    "tangent_excess": "tangent enrichment",
-    "normal_ratio": "tangent enrichment (the paper's control)",
-    # Random normals are all that this share is held against: under the paper's control alone.
-    "tangent_anisotropy_share": "tangent share of gradient anisotropy (the paper's control)",
-}
-# Of the ways to take a share, the paper's.
-_SHARE = "mean=in;share=isoscore"
+ENRICHED, SHARED, PAPER = "tangent enrichment", "tangent share of gradient anisotropy", " (the paper's control)"
+_SHARE = "tangent_anisotropy_share"
+# Of the ways to take a share: the paper's, and the one in which windows paired anew let a signal be found.
+_PAPERS_WAY, _OUR_WAY = "mean=in;share=isoscore", "mean=in;share=energy"
+# What decides for coupled gradients, and for uncoupled ones, of which the last is a single value without a p.
+_DRAWN, _SINGLE = ("permuted", "haar", "signs"), "next"
 _TOLD_APART = ("corpus", "population", "model", "stack", "gradient", "proxy", "variant")
 
 
@@ -64,37 +63,81 @@ def subject_of(told: tuple[str, ...], blocks: Sequence[Any]) -> Subject:
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """What a block shows: how far it is beyond its control, and the p of that."""
+
+    value: float
+    p: float
+
+    @classmethod
+    def of(cls, value: float, chance: Sequence[float], p_values: Sequence[float | None]) -> "Seen":
+        """Beyond the hardest of some controls; p is the largest of theirs, and unknown where one is."""
+        unknown = any(p is None or math.isnan(p) for p in p_values)
+        return cls(value=value - max(chance, default=0.0), p=math.nan if unknown else max(p or 0.0 for p in p_values))
+
+
 def judge_enrichment(table: pa.Table, how: Resampling) -> Iterator[tuple[Subject, Finding]]:
     """Every gradient, proxy, population and variant of every model."""
-    of_share = pc.field("metric") == "tangent_anisotropy_share"
-    normals = (pc.field("control") == "normal") & (pc.field("variant") == _SHARE)
-    for metric in CLAIMS:
-        for told, blocks in last_blocks(table.filter((pc.field("metric") == metric) & (~of_share | normals))):
-            yield subject_of(told, blocks), _found(metric, blocks, how)
+
+    def blocks_of(chosen: pc.Expression) -> Iterator[tuple[tuple[str, ...], list[dict[str, Any]]]]:
+        yield from last_blocks(table.filter(chosen))
+
+    of_share = pc.field("metric") == _SHARE
+    for told, blocks in blocks_of(pc.field("metric") == "tangent_excess"):
+        seen = [Seen.of(row["value"], (), [row["p"]]) for row in blocks]
+        what = "the energy in the tangent proxy stands {} above its control on average"
+        yield subject_of(told, blocks), _found(ENRICHED, what, seen, how)
+    for told, blocks in blocks_of(pc.field("metric") == "normal_ratio"):
+        seen = [Seen.of(row["value"], (), [row["p"]]) for row in blocks]
+        what = "it has {} times the energy of random normals on average"
+        yield subject_of(told, blocks), _found(ENRICHED + PAPER, what, seen, how, chance=1.0)
+    ours = of_share & (pc.field("variant") == _OUR_WAY)
+    by_control = {name: dict(blocks_of(ours & (pc.field("control") == name))) for name in (*_DRAWN, _SINGLE)}
+    for told in sorted({told for name in _DRAWN for told in by_control[name]}):
+        drawn = {name: by_control[name][told] for name in _DRAWN if told in by_control[name]}
+        blocks = next(iter(drawn.values()))
+        seen = _beyond_each(blocks, drawn, by_control[_SINGLE].get(told, ()))
+        what = "the tangent proxy has {} more of the gradients' uneven energy than its control on average"
+        yield subject_of(told, blocks), _found(SHARED, what, seen, how)
+    for told, blocks in blocks_of(of_share & (pc.field("variant") == _PAPERS_WAY) & (pc.field("control") == "normal")):
+        seen = [Seen.of(row["value"], [row["control_value"]], [row["p"]]) for row in blocks]
+        what = (
+            "without the tangent proxy the gradients' IsoScore rises by {} more than without random normals on average"
+        )
+        yield subject_of(told, blocks), _found(SHARED + PAPER, what, seen, how)
 
 
-def _found(metric: str, blocks: list[dict[str, Any]], how: Resampling) -> Finding:
-    p_values = [math.nan if row["p"] is None else row["p"] for row in blocks]
-    beyond = metric == "tangent_anisotropy_share"
-    values = np.array([row["value"] - (row["control_value"] if beyond else 0) for row in blocks], float)
+def _beyond_each(
+    blocks: Sequence[dict[str, Any]],
+    drawn: Mapping[str, Sequence[dict[str, Any]]],
+    single: Sequence[dict[str, Any]],
+) -> list[Seen]:
+    """Each block beyond the hardest control: of coupled gradients the permuted one alone, as for their energy."""
+    rows = {name: {row["site"]: row for row in mine} for name, mine in drawn.items()}
+    following = {} if "permuted" in drawn else {row["site"]: row for row in single}
+    found = []
+    for block in blocks:
+        here = [mine[block["site"]] for mine in rows.values() if block["site"] in mine]
+        beside = [following[block["site"]]] if block["site"] in following else []
+        chance = [row["control_value"] for row in (*here, *beside) if not math.isnan(row["control_value"])]
+        found.append(Seen.of(block["value"], chance, [row["p"] for row in here]))
+    return found
+
+
+def _found(claim: str, what: str, blocks: Sequence[Seen], how: Resampling, *, chance: float = 0.0) -> Finding:
+    p_values, values = [one.p for one in blocks], np.array([one.value for one in blocks], float)
     p, known = simes(p_values), values[np.isfinite(values)]
     effect = float(known.mean()) if len(known) else math.nan
-    chance = 1.0 if metric == "normal_ratio" else 0.0
     reached = sum(one <= 1 - how.level for one in p_values)
     somewhere, mostly = p <= 1 - how.level and effect > chance, 2 * reached > len(blocks)
-    what = {
-        "tangent_excess": f"the energy in the tangent proxy stands {number(effect)} above its control on average",
-        "normal_ratio": f"it has {number(effect)} times the energy of random normals on average",
-        "tangent_anisotropy_share": "without the tangent proxy the gradients' IsoScore rises by "
-        f"{number(effect)} more than without random normals on average",
-    }[metric]
     return Finding(
-        claim=CLAIMS[metric],
+        claim=claim,
         # What is not found may be too small to be found: nothing here can speak against the claim.
         supported=True if somewhere and mostly else None,
         effect=effect,
         p=p,
-        says=f"{what}, and in {counted(reached, 'block')} of {len(blocks)} more than chance would"
+        says=f"{what.format(number(effect))}, and in {counted(reached, 'block')} of {len(blocks)} more than by chance"
         + (", where a claim about the model takes most of them" if somewhere and not mostly else ""),
         details={"blocks_beyond_chance": float(reached)},
         among="gradients",

@@ -197,7 +197,10 @@ def tangent_anisotropy_share(found: Removed) -> float:
         share=energy      1 - ‖P(C - l̄I)P‖² / ‖C - l̄I‖²
 
     C: second moment of the gradient rows, with eigenvalues l_j and eigenvectors v_j; l̄ = tr C / d; P = I - QQᵀ. Held
-    against random normal subspaces (p) and, in a row of its own, against the next r principal directions.
+    against random normal subspaces (p) and, in a row of its own, against the next r principal directions. With
+    `--controls shares` the isoscore and the energy also against what decides for energies (p), in rows of their own:
+    windows paired anew for coupled gradients, uniform and sign-flipped subspaces for uncoupled ones. Of the two the
+    energy shows what is planted in a coupled gradient, the isoscore hardly (docs/tangent.md).
     Deviation from the source: it pads with zeros, which lowers IsoScore* by itself.
     """
     return found.change

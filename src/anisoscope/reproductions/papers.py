@@ -218,7 +218,7 @@ BERNAS2026 = Paper(
     judged={
         "population": ("all", "typical", "content", "types"),
         "proxy": ("pca",),
-        "variant": ("mean=in", "mean=in;fit=frozen", "mean=in;share=isoscore"),
+        "variant": ("mean=in", "mean=in;fit=frozen", "mean=in;share=isoscore", "mean=in;share=energy"),
     },
     choices="Twelve checkpoints of each model, evenly spaced in log step: which ones the paper took is not known.",
     claims=(
@@ -247,7 +247,7 @@ BERNAS2026 = Paper(
             predicts="those directions hold a much larger share of the gradients' anisotropy than normal ones do",
             where=f"{_ABSTRACT}; by IsoScore* on removal, from {_NOTES}",
             views=_both_controls("tangent share of gradient anisotropy"),
-            untested="only random normals were held against it: a permuted null of this share is not computed",
+            untested="only random normals were held against it: harder controls take --controls shares",
             readings=(
                 Reading(metric="tangent_anisotropy_share", site="last", variant="mean=in;share=isoscore"),
                 Reading(

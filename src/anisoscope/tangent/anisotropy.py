@@ -112,14 +112,9 @@ def anisotropy_shares(
     # Random normal spaces leave the first axis about where it is; the tangent space leaves others.
     near = (axes.double() @ (values / values[:, :1]).nan_to_num().square()[..., None])[..., 0]
     without = leading_without(moments, bases.flatten(1, 2), near=near).unflatten(1, bases.shape[1:3])
-    own = bases[:, :, :2]
-    images = (moments @ own.permute(0, 3, 1, 2, 4).flatten(2)).unflatten(2, own.shape[1:3] + own.shape[4:])
-    images = images.permute(0, 2, 3, 1, 4)
-    inside = own.mT @ images
-    held = inside.diagonal(dim1=3, dim2=4).double().sum(3)
-    rest = squares[:, None, None] + inside.double().square().sum((3, 4)) - 2 * images.double().square().sum((3, 4))
+    left, rest = (one.unflatten(1, (-1, 2)) for one in left_without(moments, squares, bases[:, :, :2].flatten(1, 2)))
     along = (axes[:, None, None, :, :rank].mT @ bases).double().square().sum(4)
-    held, rest, along, values, totals, squares = (one.cpu() for one in (held, rest, along, values, totals, squares))
+    left, rest, along, values, totals, squares = (one.cpu() for one in (left, rest, along, values, totals, squares))
     known = totals.new_tensor(leading.shares)
     for size in {proxies[at][place].rank for at, place in usable}:
         some = [(at, place) for at, place in usable if proxies[at][place].rank == size]
@@ -134,7 +129,7 @@ def anisotropy_shares(
             total=total,
             squares=squares[index[0], None],
             leading_share=known[index[0], None],
-            left=torch.cat([total - held[index], total * (1 - normal)], 1),
+            left=torch.cat([left[index], total * (1 - normal)], 1),
             left_squares=torch.cat([rest[index], normal_squares], 1).clamp_min(0),
             left_leading=without[index],
             spectral=(along[index][..., :size] @ (first / first.sum(1, keepdim=True))[..., None])[..., 0],
@@ -142,6 +137,46 @@ def anisotropy_shares(
         for (at, place), share in zip(some, seen.shares(zeta), strict=True):
             shares[at][place] = share
     return shares
+
+
+def isoscore_changes(
+    total: Float[Tensor, "*#s"],
+    squares: Float[Tensor, "*#s"],
+    left: Float[Tensor, "*#s"],
+    left_squares: Float[Tensor, "*#s"],
+    dim: int,
+    rank: int,
+    zeta: float,
+) -> Float[Tensor, "*s"]:
+    """(a), from the traces and squared norms of C and PCP."""
+    return _isoscore(left, left_squares, dim - rank, zeta) - _isoscore(total, squares, dim, zeta)
+
+
+def anisotropic_energies(
+    total: Float[Tensor, "*#s"],
+    squares: Float[Tensor, "*#s"],
+    left: Float[Tensor, "*#s"],
+    left_squares: Float[Tensor, "*#s"],
+    dim: int,
+    rank: int,
+) -> Float[Tensor, "*s"]:
+    """(d), by ‖P(C - l̄I)P‖² = ‖PCP‖² - 2l̄ tr PCP + l̄²(d - r)."""
+    flat = total / dim
+    uneven = squares - total * flat
+    rest = left_squares - 2 * flat * left + flat.square() * (dim - rank)
+    return torch.where(uneven > 0, 1 - rest / uneven, math.nan)
+
+
+def left_without(
+    moments: Float[Tensor, "*s d d"], squares: Float[Tensor, "*s"], bases: Float[Tensor, "*s k d r"]
+) -> tuple[Float[Tensor, "*s k"], Float[Tensor, "*s k"]]:
+    """tr PCP and ‖PCP‖² without each of several subspaces, of C and ‖C‖²; float64. Columns of zeros do nothing."""
+    images = (moments @ bases.transpose(-3, -2).flatten(-2)).unflatten(-1, (bases.shape[-3], -1)).transpose(-3, -2)
+    inside = bases.mT @ images
+    held = inside.diagonal(dim1=-2, dim2=-1).double().sum(-1)
+    totals = moments.diagonal(dim1=-2, dim2=-1).double().sum(-1, keepdim=True)
+    rest = inside.double().square().sum((-2, -1)) - 2 * images.double().square().sum((-2, -1))
+    return totals - held, squares[..., None] + rest
 
 
 def _beside(
@@ -187,16 +222,12 @@ class _Seen:
     spectral: Float[Tensor, "p m"]
 
     def shares(self, zeta: float) -> list[AnisotropyShare]:
-        whole = _isoscore(self.total, self.squares, self.dim, zeta)
-        # ‖P(C - l̄I)P‖² = ‖PCP‖² - 2l̄ tr PCP + l̄²(d - r)
-        flat = self.total / self.dim
-        uneven = self.squares - self.total * flat
-        rest = self.left_squares - 2 * flat * self.left + flat.square() * (self.dim - self.rank)
+        moments = self.total, self.squares, self.left, self.left_squares, self.dim, self.rank
         ways = {
-            "isoscore_change": _isoscore(self.left, self.left_squares, self.dim - self.rank, zeta) - whole,
+            "isoscore_change": isoscore_changes(*moments, zeta),
             "leading_drop": self.leading_share - self.left_leading / self.left[:, : self.left_leading.shape[1]],
             "spectral_share": self.spectral,
-            "anisotropic_energy": torch.where(uneven > 0, 1 - rest / uneven, math.nan),
+            "anisotropic_energy": anisotropic_energies(*moments),
         }
         removals = {name: _removals(values) for name, values in ways.items()}
         return [

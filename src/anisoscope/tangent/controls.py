@@ -152,7 +152,7 @@ def _spaces_of_rank(
     step = max(1, limit_on(DRAWN_ELEMENTS, bases) // (several * moments.shape[1] * dim * rank))
     identity = torch.eye(rank, dtype=bases.dtype, device=bases.device)
     for start in range(0, draws, step):
-        omega = _uniform_spaces(draws, rank, dim, seed, bases.dtype, bases.device)[start : start + step]
+        omega = uniform_spaces(draws, rank, dim, seed, bases.dtype, bases.device)[start : start + step]
         along = _against(omega.flatten(0, 1) @ seen.beside, rank)
         # WWᵀ = I - (ΩQ)(ΩQ)ᵀ = LLᵀ: the rows of L⁻¹W are an orthonormal basis.
         root, failed = torch.linalg.cholesky_ex(identity - along @ along.mT)
@@ -255,7 +255,7 @@ def _traces(
 
 # All sites of a probe are held against the same draws.
 @lru_cache(maxsize=4)
-def _uniform_spaces(
+def uniform_spaces(
     count: int, rank: int, dim: int, seed: int, dtype: torch.dtype, device: torch.device
 ) -> Float[Tensor, "m r d"]:
     """Orthonormal rows, drawn on the CPU whatever the device."""
@@ -265,7 +265,8 @@ def _uniform_spaces(
 
 
 @lru_cache(maxsize=4)
-def _signs(draws: int, dim: int, seed: int, dtype: torch.dtype, device: torch.device) -> Float[Tensor, "m d"]:
+def random_signs(draws: int, dim: int, seed: int, dtype: torch.dtype, device: torch.device) -> Float[Tensor, "m d"]:
+    """±1 of each coordinate, drawn on the CPU whatever the device."""
     generator = torch.Generator().manual_seed(seed)
     return (torch.randint(2, (draws, dim), generator=generator) * 2 - 1).to(device, dtype)
 
@@ -274,7 +275,7 @@ def sign_energies(
     moments: Float[Tensor, "s d d"], bases: Float[Tensor, "s k d r"], *, draws: int = DRAWS, seed: int = 0
 ) -> Float[Tensor, "s k m"]:
     """N9: E(DQ), D = diag(±1), as the quadratic form sᵀ(C ∘ QQᵀ)s of the signs; float64, on the CPU."""
-    signs = _signs(draws, moments.shape[1], seed, moments.dtype, moments.device)
+    signs = random_signs(draws, moments.shape[1], seed, moments.dtype, moments.device)
     each = [
         ((signs @ (moments * (axes @ axes.mT))) * signs).double().sum(2) for axes in bases.to(moments).transpose(0, 1)
     ]

@@ -8,7 +8,7 @@ neighbours resemble each other, and a null without that resemblance calls signal
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from anisoscope.errors import SpecError
-from anisoscope.kernels.gram import limit_on, squared_norms
+from anisoscope.kernels.gram import for_products, limit_on, squared_norms
 from anisoscope.kernels.leading import small_eigh
 from anisoscope.tangent.clouds import center_clouds
 from anisoscope.tangent.controls import second_moments
@@ -136,6 +136,21 @@ class Pairing:
             whole, squares = every[:, 0], every[:, 1:]
             self.__dict__["permuted_squares"] = whole
         return squares / whole[:, None]
+
+    def permuted_moments(self, places: slice) -> Iterator[Float[Tensor, "s w d d"]]:
+        """G_πᵀG_π over its trace, of some places, for all turns of one ring after the other.
+
+        They stand as `permutations.chosen` counts them. About e·d·(2n / w + w + d) multiplications for each.
+        """
+        values, gradients = self.values[places], self.gradients[places]
+        several, count, _, dim = values.shape
+        for ring in self.permutations.rings:
+            moments = values.new_zeros(several, count, dim, dim)
+            for found in _turned(gradients, values, self.permutations.rings[0], ring[None]):
+                rows = for_products(found[:, :, 0])
+                moments += rows.mT @ rows
+            traces = moments.diagonal(dim1=2, dim2=3).sum(2)
+            yield moments / torch.where(traces > 0, traces, 1)[..., None, None]
 
     def look_in(self, bases: Float[Tensor, "s k d r"]) -> "PairedIn":
         """What is to be known of several subspaces, from one projection of the states; columns of zeros do nothing.
@@ -298,35 +313,43 @@ def _squares_by_turns(
 
 
 def _turn(gradients: Tensor, values: Tensor, bases: Tensor, permutations: Permutations) -> Float[Tensor, "s _ m"]:
-    several, count, length, rank = values.shape
+    several, count = values.shape[:2]
     rings, size = permutations.rings, bases.shape[1]
     squares = torch.zeros(several, 1 + size, count, len(rings), dtype=torch.float64, device=values.device)
     if not len(permutations):
         return squares.flatten(2)[:, :, :0]
-    cosines, sines = _waves(count, values.dtype, values.device)
-    # A frequency stands for its negative too; 0, and half the ring where it is even, are their own.
-    weights = torch.full((len(cosines), 1), 2 * math.sqrt(count), dtype=values.dtype, device=values.device)
-    weights[0] /= 2
-    if count % 2 == 0:
-        weights[-1] /= 2
-    states = values[:, rings[0]].flatten(2)
-    real, imaginary = ((wave @ states).view(several, -1, length, rank) for wave in (cosines, sines))
-    # (a + ib)(c - id) = (ac + bd) + i(bc - ad), with both parts of a factor along one axis.
-    first, second = torch.cat([real, imaginary], 2), torch.cat([-imaginary, real], 2)
-    back = (weights * cosines).T.contiguous(), (weights * sines).T.contiguous()
-    for some in _columns(gradients, 3 * several * count * rank * len(rings)):
-        # Window, ring and column, place in the window.
-        turned = some.mT.contiguous()[:, rings.T].flatten(2)
-        both = torch.cat([(wave @ turned).view(several, len(cosines), -1, length) for wave in (cosines, sines)], 3)
-        found = back[0] @ (both @ first).flatten(2)
-        found += back[1] @ (both @ second).flatten(2)
-        found = found.view(several, count, len(rings), -1, rank)
+    for found in _turned(gradients, values, rings[0], rings):
         squares[:, 0] += torch.linalg.vector_norm(found, dim=(3, 4)).double().square()
         if size:
             inside = found[..., : bases.shape[2]].flatten(1, 3) @ _beside(bases)
             lengths = inside.view(*found.shape[:4], -1).square().sum(3).double()
             squares[:, 1:] += lengths.unflatten(3, (size, -1)).sum(4).movedim(3, 1)
     return squares.mT.flatten(2)[:, :, permutations.chosen]
+
+
+def _turned(
+    gradients: Float[Tensor, "s w t e"], values: Float[Tensor, "s w t r"], first: Int[Tensor, " w"], rings: Tensor
+) -> Iterator[Float[Tensor, "s w j c r"]]:
+    """G_π for all turns of some rings, whose windows meet those of the first; some of its rows at a time."""
+    several, count, length, rank = values.shape
+    cosines, sines = _waves(count, values.dtype, values.device)
+    # A frequency stands for its negative too; 0, and half the ring where it is even, are their own.
+    weights = torch.full((len(cosines), 1), 2 * math.sqrt(count), dtype=values.dtype, device=values.device)
+    weights[0] /= 2
+    if count % 2 == 0:
+        weights[-1] /= 2
+    states = values[:, first].flatten(2)
+    real, imaginary = ((wave @ states).view(several, -1, length, rank) for wave in (cosines, sines))
+    # (a + ib)(c - id) = (ac + bd) + i(bc - ad), with both parts of a factor along one axis.
+    ahead, aside = torch.cat([real, imaginary], 2), torch.cat([-imaginary, real], 2)
+    back = (weights * cosines).T.contiguous(), (weights * sines).T.contiguous()
+    for some in _columns(gradients, 3 * several * count * rank * len(rings)):
+        # Window, ring and column, place in the window.
+        turned = some.mT.contiguous()[:, rings.T].flatten(2)
+        both = torch.cat([(wave @ turned).view(several, len(cosines), -1, length) for wave in (cosines, sines)], 3)
+        found = back[0] @ (both @ ahead).flatten(2)
+        found += back[1] @ (both @ aside).flatten(2)
+        yield found.view(several, count, len(rings), -1, rank)
 
 
 @lru_cache(maxsize=4)
