@@ -705,15 +705,17 @@ def race_alignment(peers: None, quick: bool) -> Iterator[Result]:
     if device == "cpu":
         torch.set_num_threads(1)
 
-    def untrained(layers: int, width: int) -> Any:
-        recipe = Recipe(layers=layers, width=width, heads=width // 64, vocabulary=len(tokenizer))
+    def untrained(layers: int, width: int, vocabulary: int) -> Any:
+        recipe = Recipe(layers=layers, width=width, heads=width // 64, vocabulary=vocabulary)
         torch.manual_seed(0)
         return adopt(build_model(recipe, tokenizer).to(device), tokenizer)
 
-    largest = (12, 2048) if device == "cuda" else (30, 576)
-    sizes = ((6, 112), (12, 512)) if quick else ((6, 112), (12, 512), largest)
-    for layers, width in sizes:
-        model = load_model("pocket-decoder", device=device) if width == 112 else untrained(layers, width)
+    small = ((6, 112, len(tokenizer), ""), (12, 512, len(tokenizer), ""))
+    # Of the protocol bernas2026 the smallest decoder, and the smallest with more than 24 blocks.
+    named = ((12, 768, 50304, " as Pythia-160m"), (32, 960, 49152, " as SmolLM2-360M"))
+    larger = (*named, (12, 2048, len(tokenizer), "")) if device == "cuda" else ((30, 576, len(tokenizer), ""),)
+    for layers, width, vocabulary, name in small if quick else (*small, *larger):
+        model = load_model("pocket-decoder", device=device) if width == 112 else untrained(layers, width, vocabulary)
         probed = probe_of(model)
         halves = (probed.probe.fit, probed.probe.test)
         ids = torch.cat([torch.from_numpy(half.token_ids) for half in halves]).to(device)
@@ -724,9 +726,9 @@ def race_alignment(peers: None, quick: bool) -> Iterator[Result]:
             model.module.zero_grad()
 
         sides = {"ours": timed(align, probed, names), "forward and backward": timed(passes)}
-        rounds = race(sides, rounds=1 if quick else 3)
+        rounds = race(sides, rounds=1 if quick else 3 if device == "cpu" else 7)
         place = "CPU" if device == "cpu" else "GPU"
-        case = f"{layers} x {width} decoder, {len(probed.sites)} sites, {ids.numel():,} tokens on the {place}"
+        case = f"{layers} x {width} decoder{name}, {len(probed.sites)} sites, {ids.numel():,} tokens on the {place}"
         by, goal = ("wall", 1.0) if device == "cuda" else ("cpu", 1.5)
         yield from compare(rounds, "alignment", case, "forward and backward", better="lower", by=by, goal=goal)
 

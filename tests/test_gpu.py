@@ -94,6 +94,7 @@ def test_gradients_types_and_their_nulls_agree_between_cpu_and_gpu() -> None:
         rank=8,
         sites=("block.1", "block.4"),
         metrics=("alignment", "pinning"),
+        controls=("shares",),
     )
     here, there = (
         an.measure(spec, model=load_model("pocket-decoder", device=device), progress=False)

@@ -1,5 +1,6 @@
 """The analyses of gradients as a GPU would run them, on machines without one (see pretend.py)."""
 
+import os
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,7 @@ import anisoscope as an
 from anisoscope.alignment import align
 from anisoscope.corpora import load_corpus
 from anisoscope.gradients import Coupled
-from anisoscope.kernels import has_triton
+from anisoscope.kernels import has_triton, leading
 from anisoscope.layout import select_sites
 from anisoscope.looks import looks_at
 from anisoscope.metrics import find_metrics
@@ -118,7 +119,7 @@ def test_concepts_on_a_gpu(decoder: Model) -> None:
 
 
 def test_everything_that_alignment_can_be_asked_for_on_a_gpu(decoder: Model) -> None:
-    controls = ("type_disjoint", "shuffled_targets")
+    controls = ("type_disjoint", "shuffled_targets", "shares")
     probed = probe_of(decoder, ("block.2",), proxy="local_pca", controls=controls, populations=("all",))
     kept = align(probed, ["tangent_energy"]).attachments
     past = Past(fits={"rolling": [kept], "frozen": [kept, kept]}, steps={"rolling": "1", "frozen": "1, 2"})
@@ -127,7 +128,29 @@ def test_everything_that_alignment_can_be_asked_for_on_a_gpu(decoder: Model) -> 
     expected = rows_of(probed, "alignment", past)
     assert {row.columns["variant"] for row in expected} >= {"mean=in;split=types", "mean=in;fit=rolling", "fit=frozen"}
     assert {row.columns["proxy"] for row in expected} == {"pca", "seminmf", "local_pca"}
+    shares = [row for row in expected if row.metric.name == "tangent_anisotropy_share"]
+    assert {row.columns["control"] for row in shares} == {"normal", "next", "permuted", "haar", "signs"}
     check(found, expected)
+
+
+def test_decompositions_beside_a_gpu_go_to_threads_that_a_fork_makes_anew() -> None:
+    drawn = torch.randn(3, 5, 40, 40, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    matrices = drawn @ drawn.mT
+    with Pretend():
+        values, axes = leading.small_eigh(matrices.to(DEVICE))
+        alone = leading.small_eigvalsh(matrices.to(DEVICE))
+        assert values.device == axes.device == alone.device == DEVICE
+        values, axes, alone = values.cpu(), axes.cpu(), alone.cpu()
+    assert (axes * values[..., None, :] @ axes.mT - matrices).abs().max() < 1e-11
+    assert (alone - values).abs().max() < 1e-11
+    child = os.fork()
+    if not child:
+        found = 1
+        try:
+            found = leading._threads().submit(int, "7").result(timeout=20)
+        finally:
+            os._exit(found)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
 
 @pytest.mark.parametrize("family", ["alignment", "pinning", "curvature", "contextuality", "isotropy"])

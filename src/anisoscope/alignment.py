@@ -69,7 +69,10 @@ def align(probed: Probed, names: Collection[str], past: Past | None = None) -> A
     found = {item.name: item for item in all_metrics().values() if item.needs in VIEWS and item.name in names}
     if not found:
         return Aligned(rows=[], attachments={})
-    with _few_threads(probed.gradients.tokens.ids.device):
+    # Captured before, since others use it too.
+    _, device = probed.fit_states, probed.gradients.tokens.ids.device
+    # Thousands of small operations, and autograd would be told of each.
+    with _few_threads(device), torch.inference_mode():
         return _align(probed, found, past)
 
 

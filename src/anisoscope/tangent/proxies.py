@@ -199,8 +199,9 @@ def fit_each(
                 bases = [axes[:, :chosen] for axes, (chosen, _) in zip(spread.axes, wanted, strict=True)]
                 others = [axes[:, chosen:] for axes, (chosen, _) in zip(spread.axes, wanted, strict=True)]
             following = [beside[:, : basis.shape[1]] for basis, beside in zip(bases, others, strict=True)]
-            shares = spread.shares(stack_bases([[torch.cat(pair, 1)] for pair in zip(bases, following, strict=True)]))
-            explained = [float(one[: basis.shape[1]].sum()) for one, basis in zip(shares, bases, strict=True)]
+            # Of all places at once: a GPU would be asked for each otherwise.
+            inside, beyond = (spread.shares(stack_bases([[one] for one in part])) for part in (bases, following))
+            explained = inside.sum(1).tolist()
             for number, (place, basis, beside) in enumerate(zip(here, bases, others, strict=True)):
                 (chosen, notes), size = wanted[number], basis.shape[1]
                 if size < chosen:
@@ -211,7 +212,7 @@ def fit_each(
                     following=following[number],
                     last=beside[:, max(beside.shape[1] - size, 0) :] if last else beside[:, :0],
                     explained=explained[number],
-                    shares=shares[number, : size + following[number].shape[1]],
+                    shares=torch.cat([inside[number, :size], beyond[number, : following[number].shape[1]]]),
                     distance=spread.distances[number],
                     method=method,
                     centred=around,
