@@ -1,6 +1,5 @@
 """The analyses of gradients as a GPU would run them, on machines without one (see pretend.py)."""
 
-import os
 from dataclasses import replace
 
 import pytest
@@ -11,7 +10,7 @@ import anisoscope as an
 from anisoscope.alignment import align
 from anisoscope.corpora import load_corpus
 from anisoscope.gradients import Coupled
-from anisoscope.kernels import has_triton, leading
+from anisoscope.kernels import has_triton
 from anisoscope.layout import select_sites
 from anisoscope.looks import looks_at
 from anisoscope.metrics import find_metrics
@@ -131,26 +130,6 @@ def test_everything_that_alignment_can_be_asked_for_on_a_gpu(decoder: Model) -> 
     shares = [row for row in expected if row.metric.name == "tangent_anisotropy_share"]
     assert {row.columns["control"] for row in shares} == {"normal", "next", "permuted", "haar", "signs"}
     check(found, expected)
-
-
-def test_decompositions_beside_a_gpu_go_to_threads_that_a_fork_makes_anew() -> None:
-    drawn = torch.randn(3, 5, 40, 40, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    matrices = drawn @ drawn.mT
-    with Pretend():
-        values, axes = leading.small_eigh(matrices.to(DEVICE))
-        alone = leading.small_eigvalsh(matrices.to(DEVICE))
-        assert values.device == axes.device == alone.device == DEVICE
-        values, axes, alone = values.cpu(), axes.cpu(), alone.cpu()
-    assert (axes * values[..., None, :] @ axes.mT - matrices).abs().max() < 1e-11
-    assert (alone - values).abs().max() < 1e-11
-    child = os.fork()
-    if not child:
-        found = 1
-        try:
-            found = leading._threads().submit(int, "7").result(timeout=20)
-        finally:
-            os._exit(found)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
 
 @pytest.mark.parametrize("family", ["alignment", "pinning", "curvature", "contextuality", "isotropy"])

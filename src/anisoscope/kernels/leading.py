@@ -4,10 +4,7 @@ Notation: C (d, d) with eigenvalues λ₁ ≥ λ₂ ≥ ... ≥ 0, P = I - QQᵀ
 """
 
 import math
-import os
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache, lru_cache
+from functools import lru_cache
 
 import torch
 from jaxtyping import Float
@@ -20,7 +17,6 @@ from anisoscope.kernels.gram import limit_on
 WHOLE_DIM, WHOLE_RATIO = 256, 3
 # Up to so many coordinates a GPU decomposes all of a stack at once; from there to HOST_DIM a CPU is faster.
 BATCHED_DIM, HOST_DIM = 32, 512
-THREADS = min(8, os.cpu_count() or 1)
 # Axes that are looked for beyond those that are wanted: they make the last of these settle.
 SPARE_AXES = 8
 # ‖Cv - λv‖ at which an axis has settled: this share of λ, and above the rounding of λ₁.
@@ -102,33 +98,17 @@ def _whole(matrices: Float[Tensor, "s d d"], width: int) -> tuple[Float[Tensor, 
 
 def small_eigh(matrices: Float[Tensor, "*s k k"]) -> tuple[Float[Tensor, "*s k"], Float[Tensor, "*s k k"]]:
     """Eigenvalues, ascending, and eigenvectors, computed where that is faster."""
-    values, axes = _where_faster(torch.linalg.eigh, matrices)
+    values, axes = torch.linalg.eigh(_where_faster(matrices))
     return values.to(matrices), axes.to(matrices)
 
 
 def small_eigvalsh(matrices: Float[Tensor, "*s k k"]) -> Float[Tensor, "*s k"]:
     """Eigenvalues alone."""
-    return _where_faster(lambda some: (torch.linalg.eigvalsh(some),), matrices)[0].to(matrices)
+    return torch.linalg.eigvalsh(_where_faster(matrices)).to(matrices)
 
 
-def _where_faster(
-    decompose: Callable[[Tensor], Sequence[Tensor]], matrices: Float[Tensor, "*s k k"]
-) -> Sequence[Tensor]:
-    """On the host where a GPU is slower: its cores have little else to do meanwhile, and each takes some matrices."""
-    if not matrices.is_cuda or not BATCHED_DIM < matrices.shape[-1] <= HOST_DIM:
-        return decompose(matrices)
-    here = matrices.cpu().flatten(0, -3)
-    parts = _threads().map(decompose, here.split(max(1, -(-len(here) // THREADS))))
-    return [torch.cat(part).unflatten(0, matrices.shape[:-2]) for part in zip(*parts, strict=True)]
-
-
-@cache
-def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(THREADS, thread_name_prefix="anisoscope")
-
-
-# A child of fork() has the pool, and none of its threads.
-os.register_at_fork(after_in_child=_threads.cache_clear)
+def _where_faster(matrices: Float[Tensor, "*s k k"]) -> Float[Tensor, "*s k k"]:
+    return matrices.cpu() if BATCHED_DIM < matrices.shape[-1] <= HOST_DIM else matrices
 
 
 def _independent(axes: Float[Tensor, "s d k"]) -> Float[Tensor, "s d k"]:
