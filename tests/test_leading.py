@@ -70,6 +70,21 @@ def test_matrices_that_do_not_settle_are_decomposed_whole(matrices: Tensor, monk
     torch.testing.assert_close(axes.abs(), whole[:, :, :24].abs(), atol=1e-10, rtol=0)
 
 
+@pytest.mark.parametrize("factor", [1.0, 30.0, 100.0])
+def test_a_few_axes_far_above_the_others_do_not_make_the_search_longer(
+    factor: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As sink tokens make them: filters that may not let these outgrow the others hardly move the others."""
+    looks, ritz = [], leading._ritz
+    monkeypatch.setattr(leading, "_ritz", lambda *given: (looks.append(1), ritz(*given))[1])
+    spectrum = torch.cat([torch.tensor([10 * factor, 3 * factor]), PLACES[:-2] ** -0.5])
+    matrix = moment(normal(900, D, seed=7) * spectrum @ orthonormal(D, D, seed=9))
+    values, _ = leading_axes(matrix.float()[None], 16)
+    exact = torch.linalg.eigvalsh(matrix.float().double()).flip(0)
+    np.testing.assert_allclose(values[0, :16], exact[:16], rtol=1e-6)
+    assert len(looks) <= 3
+
+
 def test_zeros_have_axes_too() -> None:
     values, axes = leading_axes(torch.zeros(2, D, D), 16)
     assert float(values.abs().max()) == 0

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from anisoscope.claims.resampling import benjamini_hochberg
 from anisoscope.errors import SpecError, StatesError
+from anisoscope.kernels import leading
 from anisoscope.tangent import controls, proxies
 from anisoscope.tangent import windows as windowed
 from anisoscope.tangent.anisotropy import LED_DRAWS, anisotropy_share, find_leading
@@ -646,6 +647,19 @@ def test_uncoupled_shares_are_those_of_turned_and_flipped_spaces() -> None:
                 draws = torch.tensor([getattr(one, way).tangent for one in every], dtype=torch.float64)
                 assert mine[way][name].draws.numpy() == pytest.approx(draws.numpy(), abs=EXACT)
                 assert mine[way][name].p == permutation_p(getattr(share, way).tangent, draws)
+
+
+def test_the_next_directions_are_searched_for_where_the_proxy_holds_nearly_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rounding of what is projected out is then as large as what is left: unless symmetric, nothing settles."""
+    states = decaying(900, 300, seed=2)
+    states[:4] *= 6e2
+    monkeypatch.setattr(leading, "_whole", lambda *_: pytest.fail("decomposed whole"))
+    found = fit_global(states.float(), method="seminmf", rank=8)
+    basis, around = found.basis.double(), states - states.mean(0)
+    exact = torch.linalg.svd(around - (around @ basis) @ basis.T, full_matrices=False).Vh[:8].T
+    assert float((exact.T @ found.following.double()).square().sum()) == pytest.approx(8, abs=1e-4)
 
 
 def test_no_normal_space_gives_nan_with_a_note() -> None:

@@ -65,20 +65,26 @@ def leading_axes(
         axes = _independent(exact @ axes + floor * axes)
     # Only where to cut: nothing has settled yet, and eigenvectors take longer than eigenvalues.
     values = small_eigvalsh(axes.mT @ (exact @ axes)).flip(1).clamp_min(0)
+    rest, largest, done = exact, values[:, 0], torch.zeros_like(values, dtype=torch.bool)
     for _ in range(LOOKS):
         least = values[:, -1].clamp_min(ROUNDING * values[:, 0])
-        ahead = torch.where(least > 0, 2 * values[:, 0] / least - 1, 1).clamp_min(1 + ROUNDING)
+        ahead = torch.where(least > 0, 2 * largest / least - 1, 1).clamp_min(1 + ROUNDING)
         degree = int((math.log(2 * GROWTH) / torch.acosh(ahead)).clamp(1, MOST_DEGREE).min())
         # B = 2(2C / λ - I), λ the least eigenvalue in the axes: T_q(B / 2) grows above λ alone.
-        stretched = exact * (4 / torch.where(least > 0, least, 1))[:, None, None]
+        stretched = rest * (4 / torch.where(least > 0, least, 1))[:, None, None]
         stretched.diagonal(dim1=1, dim2=2).sub_(2)
         for number in range(limit_on(FILTERS, exact)):
-            axes = _filter(stretched, axes if number == 0 else _independent(axes), degree)
+            axes = axes if number == 0 else _independent(axes)
+            axes = torch.where(done[:, None], axes, _filter(stretched, axes, degree))
         # Twice: the second time for what rounding leaves of the first (Yamamoto et al. 2015).
         values, axes, images = _ritz(exact, _independent(_independent(axes)))
-        residuals = torch.linalg.vector_norm(images - axes * values[:, None], dim=1)[:, :count]
-        if bool((residuals <= settled * values[:, :count] + ROUNDING * values[:, :1]).all()):
+        residuals = torch.linalg.vector_norm(images - axes * values[:, None], dim=1)
+        done = residuals <= settled * values + ROUNDING * values[:, :1]
+        if bool(done[:, :count].all()):
             return values, axes.to(matrices)
+        # What has settled is taken out of C: where it is far above the others, filters could hardly grow beside it.
+        rest = exact - (axes * torch.where(done, values, 0)[:, None]) @ axes.mT
+        largest = torch.where(done, least[:, None], values).amax(1)
     return _whole(matrices, width)
 
 

@@ -126,12 +126,12 @@ def ratios_of_parts(
         return []
     parts = [one.double() for one in parts]
     count = parts[0].shape[1] // 2
-    values = torch.stack([_ratio(one.sum(0)) for one in parts]).tolist()
+    values = _ratio(torch.stack([one.sum(0) for one in parts])).tolist()
     several = [place for place, one in enumerate(parts) if len(one) > 1]
     found = [[Interval(value=value) for value in mine] for mine in values]
     if several:
-        draws = [_resample(parts[place], seed, resamples) for place in several]
-        ends = iter(_ends(torch.cat([one[:, :count] / one[:, count:] for one in draws], 1)))
+        above, below = torch.stack([_resample(parts[place], seed, resamples) for place in several], 1).chunk(2, 2)
+        ends = iter(_ends((above / below).flatten(1)))
         for place in several:
             found[place] = [
                 Interval(value=value, low=low, high=high)
@@ -140,8 +140,8 @@ def ratios_of_parts(
     return found
 
 
-def _ratio(sums: Float[Tensor, " _"]) -> Float[Tensor, " k"]:
-    above, below = sums.chunk(2)
+def _ratio(sums: Float[Tensor, "s _"]) -> Float[Tensor, "s k"]:
+    above, below = sums.chunk(2, 1)
     return torch.where(below > 0, above / below, math.nan)
 
 

@@ -388,6 +388,7 @@ def _right_vectors(
 
 
 def _project_out(matrices: Float[Tensor, "s d d"], bases: Float[Tensor, "s d r"]) -> Float[Tensor, "s d d"]:
-    """(I - QQᵀ) M (I - QQᵀ)."""
+    """(I - QQᵀ) M (I - QQᵀ), symmetric as M is: where it holds little of M, rounding alone would not leave it so."""
     half = matrices - bases @ (bases.mT @ matrices)
-    return half - (half @ bases) @ bases.mT
+    found = half - (half @ bases) @ bases.mT
+    return (found + found.mT) / 2

@@ -239,7 +239,13 @@ def pair_each(
     if not bool(keep.any(1).all()):
         raise SpecError("no token is kept: keep at least one")
     dtype = torch.promote_types(values.dtype, gradients.dtype)
-    stacked = stack_windows([center_clouds(rows.to(dtype), keep).points for rows in (values, gradients)], windows)
+    both = [values.to(dtype), gradients.to(dtype)]
+    if values.shape == gradients.shape:
+        # In one stack: a GPU hardly needs longer for it than for one of them.
+        both = list(center_clouds(torch.cat(both), keep.repeat(2, 1)).points.chunk(2))
+    else:
+        both = [center_clouds(rows, keep).points for rows in both]
+    stacked = stack_windows(both, windows)
     count = stacked[0].shape[1]
     enough = count >= LEAST_WINDOWS
     note = None if enough else f"{count} windows; a permuted null needs at least {LEAST_WINDOWS}"
