@@ -111,7 +111,7 @@ def anisotropy_shares(
     values, axes = leading.values, leading.axes
     # Random normal spaces leave the first axis about where it is; the tangent space leaves others.
     near = (axes.double() @ (values / values[:, :1]).nan_to_num().square()[..., None])[..., 0]
-    without = leading_without(moments, bases.flatten(1, 2), near=near).unflatten(1, bases.shape[1:3])
+    left_leading = leading_without(moments, bases.flatten(1, 2), near=near).unflatten(1, bases.shape[1:3])
     left, rest = (one.unflatten(1, (-1, 2)) for one in left_without(moments, squares, bases[:, :, :2].flatten(1, 2)))
     along = (axes[:, None, None, :, :rank].mT @ bases).double().square().sum(4)
     left, rest, along, values, totals, squares = (one.cpu() for one in (left, rest, along, values, totals, squares))
@@ -123,48 +123,49 @@ def anisotropy_shares(
         normal = torch.stack([one.normal for one in beside if one is not None]).cpu()
         normal_squares = torch.stack([one.normal_squares for one in beside if one is not None]).cpu()
         total, first = totals[index[0], None], values[index[0], :size]
-        seen = _Seen(
+        without = Without(
             dim=moments.shape[1],
             rank=size,
             total=total,
             squares=squares[index[0], None],
-            leading_share=known[index[0], None],
             left=torch.cat([left[index], total * (1 - normal)], 1),
-            left_squares=torch.cat([rest[index], normal_squares], 1).clamp_min(0),
-            left_leading=without[index],
-            spectral=(along[index][..., :size] @ (first / first.sum(1, keepdim=True))[..., None])[..., 0],
+            left_squares=torch.cat([rest[index], normal_squares], 1),
         )
-        for (at, place), share in zip(some, seen.shares(zeta), strict=True):
-            shares[at][place] = share
+        drops = known[index[0], None] - left_leading[index] / without.left[:, : left_leading.shape[2]]
+        ways = {
+            "isoscore_change": without.isoscore_changes(zeta),
+            "leading_drop": drops,
+            "spectral_share": (along[index][..., :size] @ (first / first.sum(1, keepdim=True))[..., None])[..., 0],
+            "anisotropic_energy": without.anisotropic_energies(),
+        }
+        every = zip(*(_removals(one) for one in ways.values()), strict=True)
+        for (at, place), one in zip(some, every, strict=True):
+            shares[at][place] = AnisotropyShare(**dict(zip(ways, one, strict=True)))
     return shares
 
 
-def isoscore_changes(
-    total: Float[Tensor, "*#s"],
-    squares: Float[Tensor, "*#s"],
-    left: Float[Tensor, "*#s"],
-    left_squares: Float[Tensor, "*#s"],
-    dim: int,
-    rank: int,
-    zeta: float,
-) -> Float[Tensor, "*s"]:
-    """(a), from the traces and squared norms of C and PCP."""
-    return _isoscore(left, left_squares, dim - rank, zeta) - _isoscore(total, squares, dim, zeta)
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Without:
+    """Traces and squared norms of C and of PCP, for each of several subspaces of one rank; float64."""
 
+    dim: int
+    rank: int
+    total: Float[Tensor, "*#s"]
+    squares: Float[Tensor, "*#s"]
+    left: Float[Tensor, "*s"]
+    left_squares: Float[Tensor, "*s"]
 
-def anisotropic_energies(
-    total: Float[Tensor, "*#s"],
-    squares: Float[Tensor, "*#s"],
-    left: Float[Tensor, "*#s"],
-    left_squares: Float[Tensor, "*#s"],
-    dim: int,
-    rank: int,
-) -> Float[Tensor, "*s"]:
-    """(d), by ‖P(C - l̄I)P‖² = ‖PCP‖² - 2l̄ tr PCP + l̄²(d - r)."""
-    flat = total / dim
-    uneven = squares - total * flat
-    rest = left_squares - 2 * flat * left + flat.square() * (dim - rank)
-    return torch.where(uneven > 0, 1 - rest / uneven, math.nan)
+    def isoscore_changes(self, zeta: float) -> Float[Tensor, "*s"]:
+        """(a)."""
+        whole = _isoscore(self.total, self.squares, self.dim, zeta)
+        return _isoscore(self.left, self.left_squares.clamp_min(0), self.dim - self.rank, zeta) - whole
+
+    def anisotropic_energies(self) -> Float[Tensor, "*s"]:
+        """(d), by ‖P(C - l̄I)P‖² = ‖PCP‖² - 2l̄ tr PCP + l̄²(d - r)."""
+        flat = self.total / self.dim
+        uneven = self.squares - self.total * flat
+        rest = self.left_squares.clamp_min(0) - 2 * flat * self.left + flat.square() * (self.dim - self.rank)
+        return torch.where(uneven > 0, 1 - rest / uneven, math.nan)
 
 
 def left_without(
@@ -202,37 +203,6 @@ def _beside(
         mine = found[at, place, :, :, : parts[0].shape[1]]
         mine[0], mine[1], mine[2:] = parts
     return found
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Seen:
-    """What is known of C and of PCP for a tangent space, the next one and random normal ones, in this order; float64.
-
-    Of PCP: trace, squared norm and largest eigenvalue (of the first); and how much of C's leading axes lies in Q.
-    """
-
-    dim: int
-    rank: int
-    total: Float[Tensor, "p 1"]
-    squares: Float[Tensor, "p 1"]
-    leading_share: Float[Tensor, "p 1"]
-    left: Float[Tensor, "p n"]
-    left_squares: Float[Tensor, "p n"]
-    left_leading: Float[Tensor, "p m"]
-    spectral: Float[Tensor, "p m"]
-
-    def shares(self, zeta: float) -> list[AnisotropyShare]:
-        moments = self.total, self.squares, self.left, self.left_squares, self.dim, self.rank
-        ways = {
-            "isoscore_change": isoscore_changes(*moments, zeta),
-            "leading_drop": self.leading_share - self.left_leading / self.left[:, : self.left_leading.shape[1]],
-            "spectral_share": self.spectral,
-            "anisotropic_energy": anisotropic_energies(*moments),
-        }
-        removals = {name: _removals(values) for name, values in ways.items()}
-        return [
-            AnisotropyShare(**dict(zip(removals, one, strict=True))) for one in zip(*removals.values(), strict=True)
-        ]
 
 
 def _why_not(proxy: Proxy, total: float) -> str | None:

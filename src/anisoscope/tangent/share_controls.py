@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from anisoscope.kernels.gram import limit_on
-from anisoscope.tangent.anisotropy import AnisotropyShare, anisotropic_energies, isoscore_changes, left_without
+from anisoscope.tangent.anisotropy import AnisotropyShare, Without, left_without
 from anisoscope.tangent.controls import DRAWS, random_signs, uniform_spaces
 from anisoscope.tangent.energies import Control
 from anisoscope.tangent.inference import permutation_p
@@ -98,8 +98,9 @@ def _beside(
     zeta: float,
 ) -> ShareControls:
     """One control, from ‖C‖², tr PCP and ‖PCP‖² of its draws. Moments have a trace of one."""
-    seen = torch.ones_like(squares), squares, left, rest.clamp_min(0), proxy.dim, proxy.rank
-    drawn = {"isoscore_change": isoscore_changes(*seen, zeta), "anisotropic_energy": anisotropic_energies(*seen)}
+    total = torch.ones_like(squares)
+    seen = Without(dim=proxy.dim, rank=proxy.rank, total=total, squares=squares, left=left, left_squares=rest)
+    drawn = {"isoscore_change": seen.isoscore_changes(zeta), "anisotropic_energy": seen.anisotropic_energies()}
     return {
         way: {
             name: Control(
