@@ -23,8 +23,8 @@ SPARE_AXES = 8
 SETTLED, ROUNDING = 1e-6, 1e-13
 # How far one filter may pull λ₁ ahead of the least of the axes: twice as many digits are left in the products of axes.
 GROWTH, MOST_DEGREE = 1e6, 24
-# Filters from one look to the next: a look makes a GPU wait for the host.
-FILTERS, LOOKS = {"cpu": 4, "cuda": 6}, 12
+# Filters before the first look, which makes a GPU wait for the host, and from one to the next: these reach further.
+FILTERS, FILTERS_AGAIN, LOOKS = {"cpu": 4, "cuda": 6}, 2, 12
 # Products with C, which need no look, before the first one: after it filters know where to cut.
 POWERS = 4
 # Lanczos steps for a leading eigenvalue: the tests find it within 1e-8, and within 1e-6 in float32.
@@ -65,7 +65,7 @@ def leading_axes(
         axes = _independent(exact @ axes + floor * axes)
     # Only where to cut: nothing has settled yet, and eigenvectors take longer than eigenvalues.
     values = small_eigvalsh(axes.mT @ (exact @ axes)).flip(1).clamp_min(0)
-    rest, largest, done = exact, values[:, 0], torch.zeros_like(values, dtype=torch.bool)
+    rest, largest, done = exact, values[:, 0], None
     for _ in range(LOOKS):
         least = values[:, -1].clamp_min(ROUNDING * values[:, 0])
         ahead = torch.where(least > 0, 2 * largest / least - 1, 1).clamp_min(1 + ROUNDING)
@@ -73,9 +73,10 @@ def leading_axes(
         # B = 2(2C / λ - I), λ the least eigenvalue in the axes: T_q(B / 2) grows above λ alone.
         stretched = rest * (4 / torch.where(least > 0, least, 1))[:, None, None]
         stretched.diagonal(dim1=1, dim2=2).sub_(2)
-        for number in range(limit_on(FILTERS, exact)):
+        for number in range(limit_on(FILTERS, exact) if done is None else FILTERS_AGAIN):
             axes = axes if number == 0 else _independent(axes)
-            axes = torch.where(done[:, None], axes, _filter(stretched, axes, degree))
+            filtered = _filter(stretched, axes, degree)
+            axes = filtered if done is None else torch.where(done[:, None], axes, filtered)
         # Twice: the second time for what rounding leaves of the first (Yamamoto et al. 2015).
         values, axes, images = _ritz(exact, _independent(_independent(axes)))
         residuals = torch.linalg.vector_norm(images - axes * values[:, None], dim=1)
