@@ -30,6 +30,8 @@ docs/runs/pocket-curvature-encoder (one of the twelve). All but the first two we
         anisoscope sweep pocket-KIND-aEXPONENT-seedSEED --corpus heldout:enwik8 --follow -o docs/runs/pocket-gradients
                          --metrics alignment,pinning,leading_variance,loss --populations typical --sites 'block.*'
                          --tokens 8192 --seq-len 128 --batch-points 2048
+        the same with --metrics tangent_anisotropy_share --controls shares, without --follow and --batch-points, and
+        docs/runs/pocket-shares, which has no figures
         (without its attachments)
     for kind, layout in (decoder, gpt_neox), (encoder, eurobert):
         anisoscope train --corpus enwik8 --kind KIND --layout LAYOUT --layers 12 --width 512 --heads 8 --vocabulary 8192

@@ -187,6 +187,7 @@ def _both_controls(test: str, remark: str = "") -> tuple[View, ...]:
     )
 
 
+_UNTRAINED = "Untrained models can pass it too, since state and gradient both know the token."
 _NO_TEST = "nothing in this run speaks to it: anisoscope has no test of it yet, or too little was measured"
 
 BERNAS2026 = Paper(
@@ -228,11 +229,7 @@ BERNAS2026 = Paper(
             "normal directions of the same rank",
             where=_ABSTRACT,
             views=(
-                *_both_controls(
-                    "tangent enrichment",
-                    "Untrained models can pass it too, since state and gradient both know the token: “emerges early” "
-                    "asks for more than they have.",
-                ),
+                *_both_controls("tangent enrichment", f"{_UNTRAINED} “Emerges early” asks for more than they have."),
                 View(name="our control, early proxy", tests=("tangent enrichment",), has=("virtual", "fit=frozen")),
                 View(
                     name="the paper's control, early proxy",
@@ -246,7 +243,7 @@ BERNAS2026 = Paper(
             name="share of gradient anisotropy",
             predicts="those directions hold a much larger share of the gradients' anisotropy than normal ones do",
             where=f"{_ABSTRACT}; by IsoScore* on removal, from {_NOTES}",
-            views=_both_controls("tangent share of gradient anisotropy"),
+            views=_both_controls("tangent share of gradient anisotropy", _UNTRAINED),
             untested="only random normals were held against it: harder controls take --controls shares",
             readings=(
                 Reading(metric="tangent_anisotropy_share", site="last", variant="mean=in;share=isoscore"),
