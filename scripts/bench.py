@@ -711,7 +711,7 @@ def race_alignment(peers: None, quick: bool) -> Iterator[Result]:
         return adopt(build_model(recipe, tokenizer).to(device), tokenizer)
 
     small = ((6, 112, len(tokenizer), ""), (12, 512, len(tokenizer), ""))
-    # Of the protocol bernas2026 the smallest decoder, and the smallest with more than 24 blocks.
+    # Depth, width and vocabulary of the smallest decoders of the protocol bernas2026; the blocks are GPT-NeoX's.
     named = ((12, 768, 50304, " as Pythia-160m"), (32, 960, 49152, " as SmolLM2-360M"))
     larger = (*named, (12, 2048, len(tokenizer), "")) if device == "cuda" else ((30, 576, len(tokenizer), ""),)
     for layers, width, vocabulary, name in small if quick else (*small, *larger):

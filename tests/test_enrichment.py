@@ -120,6 +120,8 @@ def energy_shares(value: float, **controls: tuple[float, float | None]) -> list[
         ({"normal": (0.0, 0.005), "next": (0.5, None), "haar": (0.1, 0.005), "signs": (0.15, 0.005)}, None, -0.1),
         ({"normal": (0.0, 0.005), "next": (0.2, None), "haar": (0.1, 0.005), "signs": (0.39, 0.3)}, None, 0.01),
         ({"haar": (0.1, 0.005), "signs": (0.15, None)}, None, 0.25),
+        # Too few windows.
+        ({"normal": (0.0, 0.005), "permuted": (float("nan"), float("nan"))}, None, float("nan")),
     ],
 )
 def test_our_controls_decide_for_shares_of_anisotropy(
@@ -127,8 +129,21 @@ def test_our_controls_decide_for_shares_of_anisotropy(
 ) -> None:
     found = {one.claim: one for one in judge(table_of(energy_shares(0.4, **controls)))}
     assert found["tangent share of gradient anisotropy"].holds is holds
-    assert found["tangent share of gradient anisotropy"].effect == pytest.approx(effect)
+    assert found["tangent share of gradient anisotropy"].effect == pytest.approx(effect, nan_ok=True)
     assert "tangent share of gradient anisotropy (the paper's control)" not in found
+
+
+@pytest.mark.parametrize(("above", "holds"), [(4, True), (3, None)])
+def test_blocks_below_the_next_directions_are_not_beyond_chance(above: int, holds: bool | None) -> None:
+    """These have no p of their own, and one block far above them would carry the mean."""
+    drawn = {"haar": (0.1, 0.005), "signs": (0.15, 0.005)}
+    rows = energy_shares(0.4, **drawn, next=(0.0, None))
+    below = {f"block.{k}" for k in range(above, BLOCKS)}
+    rows = [row | {"control_value": 0.41} if row["control"] == "next" and row["site"] in below else row for row in rows]
+    found = {one.claim: one for one in judge(table_of(rows))}
+    assert found["tangent share of gradient anisotropy"].effect > 0
+    assert found["tangent share of gradient anisotropy"].holds is holds
+    assert f"in {above} blocks of 6" in found["tangent share of gradient anisotropy"].text
 
 
 def test_shares_held_against_normals_alone_have_no_verdict_under_our_control() -> None:

@@ -72,9 +72,13 @@ class Seen:
 
     @classmethod
     def of(cls, value: float, chance: Sequence[float], p_values: Sequence[float | None]) -> "Seen":
-        """Beyond the hardest of some controls; p is the largest of theirs, and unknown where one is."""
-        unknown = any(p is None or math.isnan(p) for p in p_values)
-        return cls(value=value - max(chance, default=0.0), p=math.nan if unknown else max(p or 0.0 for p in p_values))
+        """Beyond the hardest of some controls; p is the largest of theirs. Unknown where one of them is."""
+        known = [math.nan if p is None else p for p in p_values]
+        return cls(value=value - _largest(chance, default=0.0), p=_largest(known))
+
+
+def _largest(numbers: Sequence[float], default: float = math.nan) -> float:
+    return math.nan if any(map(math.isnan, numbers)) else max(numbers, default=default)
 
 
 def judge_enrichment(table: pa.Table, how: Resampling) -> Iterator[tuple[Subject, Finding]]:
@@ -120,16 +124,17 @@ def _beyond_each(
     for block in blocks:
         here = [mine[block["site"]] for mine in rows.values() if block["site"] in mine]
         beside = [following[block["site"]]] if block["site"] in following else []
-        chance = [row["control_value"] for row in (*here, *beside) if not math.isnan(row["control_value"])]
+        chance = [row["control_value"] for row in (*here, *beside)]
         found.append(Seen.of(block["value"], chance, [row["p"] for row in here]))
     return found
 
 
 def _found(claim: str, what: str, blocks: Sequence[Seen], how: Resampling, *, chance: float = 0.0) -> Finding:
-    p_values, values = [one.p for one in blocks], np.array([one.value for one in blocks], float)
-    p, known = simes(p_values), values[np.isfinite(values)]
+    p, values = simes([one.p for one in blocks]), np.array([one.value for one in blocks], float)
+    known = values[np.isfinite(values)]
     effect = float(known.mean()) if len(known) else math.nan
-    reached = sum(one <= 1 - how.level for one in p_values)
+    # A control that is a single value has no p: a block below it is not beyond chance either.
+    reached = sum(one.p <= 1 - how.level and one.value > chance for one in blocks)
     somewhere, mostly = p <= 1 - how.level and effect > chance, 2 * reached > len(blocks)
     return Finding(
         claim=claim,

@@ -25,7 +25,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from anisoscope.claims.enrichment import simes
+from anisoscope.claims.enrichment import PAPER, simes
 from anisoscope.claims.findings import Finding, Subject, counted, number
 from anisoscope.claims.profiles import family_of
 from anisoscope.claims.resampling import Resampling, benjamini_hochberg, welch
@@ -37,7 +37,6 @@ PERSISTENT = 0.9
 MIN_MODELS = 3
 # Of a trend, whose p comes from 999 permutations.
 LEAST_P = 1 / 1000
-PAPER = " (the paper's control)"
 _METRICS = ("tangent_excess", "tangent_energy", "normal_ratio", "tangent_frequency_trend", "frequency_attenuation")
 _TOLD_APART = ("corpus", "population", "stack", "gradient", "proxy")
 _NORMAL = NormalDist()

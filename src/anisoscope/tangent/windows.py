@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from anisoscope.errors import SpecError
-from anisoscope.kernels.gram import for_products, limit_on, squared_norms
+from anisoscope.kernels.gram import limit_on, squared_norms
 from anisoscope.kernels.leading import small_eigh
 from anisoscope.tangent.clouds import center_clouds
 from anisoscope.tangent.controls import second_moments
@@ -147,8 +147,7 @@ class Pairing:
         for ring in self.permutations.rings:
             moments = values.new_zeros(several, count, dim, dim)
             for found in _turned(gradients, values, self.permutations.rings[0], ring[None]):
-                rows = for_products(found[:, :, 0])
-                moments += rows.mT @ rows
+                moments += found[:, :, 0].mT @ found[:, :, 0]
             traces = moments.diagonal(dim1=2, dim2=3).sum(2)
             yield moments / torch.where(traces > 0, traces, 1)[..., None, None]
 
