@@ -40,6 +40,8 @@ docs/runs/pocket-curvature-encoder (one of the twelve). All but the first two we
         anisoscope sweep large-KIND --corpus heldout:enwik8 --follow -o docs/runs/large-gradients
                          --metrics alignment,pinning,leading_variance,loss --populations typical
                          --sites 'block.*,final_norm' --tokens 16384 --seq-len 128
+        the same with --metrics tangent_anisotropy_share --controls shares --sites 'block.*', without --follow, and
+        docs/runs/large-shares, which has no figures
         (without its attachments)
     anisoscope sweep pocket-decoder --corpus enwik8 --metrics concepts --sites block.3 --tokens 8192 --seq-len 128
                      -o docs/runs/pocket-concepts
