@@ -12,7 +12,7 @@ from torch import Tensor
 from anisoscope.claims.resampling import benjamini_hochberg
 from anisoscope.errors import SpecError, StatesError
 from anisoscope.kernels import leading
-from anisoscope.tangent import controls, proxies
+from anisoscope.tangent import controls, proxies, turns
 from anisoscope.tangent import windows as windowed
 from anisoscope.tangent.anisotropy import LED_DRAWS, anisotropy_share, find_leading
 from anisoscope.tangent.clouds import center_clouds, pad_clouds
@@ -326,15 +326,15 @@ def test_fast_permuted_energies_equal_the_naive_loop(
     if path == "tables":
         monkeypatch.setattr(windowed, "KEPT_TOKENS", 0)
         # Several columns at a time, not all.
-        monkeypatch.setitem(windowed.TABLE_ELEMENTS, "cpu", 33**2 * 20 * 3)
+        monkeypatch.setitem(turns.TABLE_ELEMENTS, "cpu", 33**2 * 20 * 3)
     values, basis = decaying(count * 6, 20) + 1, orthonormal(20, 4, seed=2)
     gradients = normal(count * 6, width, seed=3) + values[:, :width]
     pairing = pair_windows(values, gradients, windows_of(count, 6), draws=75, seed=4)
     naive = naive_energies(values, gradients, basis, 6, pairing.permutations.orders)
     if path == "tokens":
-        squares, products = windowed._squares_by_tokens(pairing.gradients, pairing.values, pairing.permutations)
+        squares, products = turns.squares_by_tokens(pairing.gradients, pairing.values, pairing.permutations)
         torch.testing.assert_close(squares, pairing.permuted_squares, rtol=EXACT, atol=0)
-        own = windowed._own_products(pairing.gradients, pairing.values)
+        own = turns.own_products(pairing.gradients, pairing.values)
         torch.testing.assert_close(products, own, rtol=EXACT, atol=EXACT * float(own.abs().max()))
         object.__setattr__(pairing, "permuted_squares", squares)
     np.testing.assert_allclose(pairing.permuted_energies(basis[None, None])[0, 0], naive, rtol=EXACT)
@@ -370,9 +370,9 @@ def test_float32_windows_agree_with_float64() -> None:
     torch.testing.assert_close(
         *(one.permuted_energies(basis[None, None]) for one in (exact, fast)), rtol=FAST_TOLERANCE, atol=0
     )
-    by_tokens, products = windowed._squares_by_tokens(fast.gradients, fast.values, fast.permutations)
+    by_tokens, products = turns.squares_by_tokens(fast.gradients, fast.values, fast.permutations)
     torch.testing.assert_close(by_tokens, fast.permuted_squares, rtol=FAST_TOLERANCE, atol=0)
-    own = windowed._own_products(exact.gradients, exact.values)
+    own = turns.own_products(exact.gradients, exact.values)
     torch.testing.assert_close(products, own, rtol=0, atol=FAST_TOLERANCE * float(own.sum()))
 
 
@@ -595,7 +595,7 @@ def test_anisotropy_shares_are_those_of_the_projected_moment() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_permuted_shares_equal_the_naive_loop(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(windowed.TABLE_ELEMENTS, "cpu", 3 * 40 * 5 * 12 * 2)
+    monkeypatch.setitem(turns.TABLE_ELEMENTS, "cpu", 3 * 40 * 5 * 12 * 2)
     windows = windows_of(40, 5)
     places = [(decaying(200, 16, seed=seed), normal(200, 12, seed=seed + 1)) for seed in (2, 4)]
     states, gradients = (torch.stack(part).to(dtype) for part in zip(*places, strict=True))

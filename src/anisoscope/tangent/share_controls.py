@@ -18,7 +18,8 @@ from anisoscope.tangent.controls import DRAWS, random_signs, uniform_spaces
 from anisoscope.tangent.energies import Control
 from anisoscope.tangent.inference import permutation_p
 from anisoscope.tangent.proxies import Proxy, bases_of
-from anisoscope.tangent.windows import TABLE_ELEMENTS, Pairing
+from anisoscope.tangent.turns import TABLE_ELEMENTS
+from anisoscope.tangent.windows import Pairing
 
 ShareControls = Mapping[str, Mapping[str, Control]]
 """By field of `AnisotropyShare`, then by control."""
