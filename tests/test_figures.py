@@ -457,6 +457,8 @@ def test_alignment_is_averaged_over_blocks_with_every_control() -> None:
     table = table_of(
         *aligned(0.6, 0.4, step=10),
         *aligned(0.8, 0.7, step=10, site="block.1", p=0.2),
+        # Beyond random spaces, and below the next directions, which have no p.
+        *aligned(0.7, 0.8, step=10, site="block.2", p=0.005),
         *aligned(0.5, 0.5, step=0),
         *aligned(0.1, 0.1, step=10, variant="mean=out"),
         *aligned(0.1, 0.1, step=10, population="all"),
@@ -467,8 +469,9 @@ def test_alignment_is_averaged_over_blocks_with_every_control() -> None:
     assert len(found) == len(data) == 6
     energy, hardest, normals = (found[10, name] for name in ("tangent energy", "hardest control", "random normals"))
     assert energy["value"] == pytest.approx(0.7)
-    assert (hardest["value"], hardest["control"]) == (pytest.approx(0.55), "permuted, signs")
-    assert (hardest["blocks"], hardest["significant"]) == (2, 1)
+    assert (hardest["value"], hardest["control"]) == (pytest.approx(1.9 / 3), "permuted, signs")
+    assert (hardest["blocks"], hardest["significant"]) == (3, 1)
+    assert (normals["blocks"], normals["significant"]) == (3, 3)
     assert normals["value"] == pytest.approx(0.05)
     # Intervals of single blocks are none of their mean.
     assert energy["low"] is None

@@ -142,6 +142,17 @@ def test_proxies_of_the_checkpoint_before_are_held_against_the_untrained_model_t
     )
 
 
+def test_blocks_below_a_control_without_a_p_do_not_emerge() -> None:
+    """Three of four beat random spaces and lie below the next directions; the fourth is above all, by chance."""
+    excess = np.zeros((len(STEPS), BLOCKS))
+    p = np.full(excess.shape, 0.5)
+    excess[3:, :3], p[3:, :3] = -0.01, 0.005
+    excess[3:, 3], p[3:, 3] = 0.2, 0.6
+    found = judged(training(excess, p, gradient="activation"))
+    for claim in ("emerges early", "persists", "tangent enrichment"):
+        assert found[claim].holds is None, claim
+
+
 def test_what_vanishes_does_not_persist() -> None:
     assert judged(training(*planted(2, 4)))["persists"].holds is False
 

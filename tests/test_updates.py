@@ -73,9 +73,11 @@ def test_decay_inside_the_gradient_is_part_of_the_step() -> None:
         EmbeddingWatch(torch.zeros(2, 2), torch.optim.SGD([nn.Parameter(torch.zeros(2, 2))], lr=0.1))
 
 
-def test_steps_that_a_scaler_skips_are_no_steps_and_gradients_are_unscaled() -> None:
+@pytest.mark.parametrize("fused", [False, True])
+def test_steps_that_a_scaler_skips_are_no_steps_and_gradients_are_unscaled(fused: bool) -> None:
     weight = nn.Parameter(torch.ones(4, 3))
-    optimizer, scaler = torch.optim.AdamW([weight], lr=0.1), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    optimizer = torch.optim.AdamW([weight], lr=0.1, fused=fused)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     with EmbeddingWatch(weight, optimizer) as watch:
         for factor in (2.0, float("inf")):
             optimizer.zero_grad()

@@ -85,11 +85,16 @@ class EmbeddingWatch:
     def _now(self) -> Tensor:
         return _exact(self.weight)[self.rows]
 
-    def _before_step(self, *_: Any) -> None:
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if self.weight.grad is None:  # The optimizer passes it over, decay included.
             return
+        # A GradScaler leaves both to optimizers that are fused: to unscale, and to skip what has overflowed.
+        scale, overflow = (getattr(optimizer, name, None) for name in ("grad_scale", "found_inf"))
+        if overflow is not None and bool(overflow):
+            return
         self.steps += 1
-        self.gradient += _exact(self.weight.grad.to_dense())[self.rows]
+        gradient = _exact(self.weight.grad.to_dense())[self.rows]
+        self.gradient += gradient if scale is None else gradient / scale.to(gradient)
         if self.decoupled:
             self.decayed += float(self.group["lr"]) * self.group["weight_decay"] * self._now()
 

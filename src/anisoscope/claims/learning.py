@@ -191,7 +191,7 @@ def _cleared(course: Course, metric: str, chance: float, *, held_against_untrain
     found = []
     for one in course.checkpoints:
         blocks = one.get(metric, {})
-        p = simes([math.nan if row["p"] is None else row["p"] for row in blocks.values()])
+        p = simes([_p_beyond(row, chance) for row in blocks.values()])
         values = [row["value"] for row in blocks.values() if not math.isnan(row["value"])]
         if not values or float(np.mean(values)) <= chance:
             p = 1.0 if values else math.nan
@@ -201,6 +201,13 @@ def _cleared(course: Course, metric: str, chance: float, *, held_against_untrain
             p = max(p, grown) if not math.isnan(grown) else math.nan
         found.append(p)
     return np.array(benjamini_hochberg(found))
+
+
+def _p_beyond(row: Mapping[str, Any], chance: float) -> float:
+    """The p of a block, which says nothing of one below a control that has none: the next directions."""
+    if row["value"] <= chance:
+        return 1.0
+    return math.nan if row["p"] is None else row["p"]
 
 
 def _untold(says: str, p: float = math.nan) -> Answer:

@@ -83,7 +83,7 @@ def alignment_data(
                  the paper's control; the energy with `shuffled targets`, where that was asked for
     low, high    the energy's own interval, where there is one block to a point
     p            against that control; over blocks the median
-    significant  of how many `blocks` p is at most .05
+    significant  of how many `blocks` the energy is above the control and p at most .05
     """
     rows = _aligned(table, model=model, population=population, variant=variant, corpus=corpus, keys=keys)
     found = [quantity for row in rows for quantity in _quantities(row)]
@@ -174,8 +174,10 @@ def _quantities(row: Row) -> Iterable[Row]:
         yield {**row, "control": None, "quantity": ENERGY}
     if row["control"] and is_number(row["control_value"]):
         quantity = {"tangent_energy": SHUFFLED, "normal_ratio": NORMALS}.get(row["metric"], HARDEST)
+        # The next directions have no p: what lies below them is not beyond chance, whatever others say.
+        exceeded = row["value"] > (1 if quantity == NORMALS else 0)
         bare = {"low": None, "high": None, "metric": "tangent_energy"}
-        yield {**row, **bare, "value": row["control_value"], "quantity": quantity}
+        yield {**row, **bare, "value": row["control_value"], "quantity": quantity, "exceeded": exceeded}
 
 
 def _mean_of_quantity(blocks: Sequence[Row]) -> Row:
@@ -189,7 +191,9 @@ def _mean_of_quantity(blocks: Sequence[Row]) -> Row:
         "control": ", ".join(sorted({row["control"] for row in blocks if row["control"]})) or None,
         "blocks": len(known),
         "p": tested[len(tested) // 2] if tested else None,
-        "significant": sum(p <= 0.05 for p in tested) if tested else None,
+        "significant": sum(row["p"] <= 0.05 and row["exceeded"] for row in known if is_number(row["p"]))
+        if tested
+        else None,
     }
 
 

@@ -201,7 +201,7 @@ def tangent_anisotropy_share(found: Removed) -> float:
     `--controls shares` the isoscore and the energy also against what decides for energies (p), in rows of their own:
     windows paired anew for coupled gradients, uniform and sign-flipped subspaces for uncoupled ones. Of the two the
     energy shows what is planted in a coupled gradient, the isoscore hardly (docs/tangent.md).
-    Deviation from the source: it pads with zeros, which lowers IsoScore* by itself.
+    How the source takes them out is not known; zeros in the place of directions would lower IsoScore* by themselves.
     """
     return found.change
 
