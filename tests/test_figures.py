@@ -35,6 +35,7 @@ from anisoscope.figures import (
     steps_data,
     verdicts_data,
 )
+from anisoscope.printing import _alignment_table
 from anisoscope.records import Estimate, Record, Spec, Unit
 from anisoscope.store import SCHEMA, Store
 
@@ -475,6 +476,9 @@ def test_alignment_is_averaged_over_blocks_with_every_control() -> None:
     assert normals["value"] == pytest.approx(0.05)
     # Intervals of single blocks are none of their mean.
     assert energy["low"] is None
+    # The printed table counts alike.
+    printed = _alignment_table([*aligned(0.6, 0.4), *aligned(0.7, 0.8, site="block.2", p=0.005)])
+    assert [list(one.cells) for one in printed.columns if one.header == "beyond chance"] == [["1/2"]]
     assert found[0, "tangent energy"]["low"] == pytest.approx(0.4)
     assert column(data, "label") == ["0", "10"] * 3
     dealt = [replace(row, control="shuffled", control_value=0.65) for row in aligned(0.6, 0.4)[:1]]
