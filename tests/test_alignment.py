@@ -1,5 +1,6 @@
 """Alignment through the walk: rows, their columns, and the numbers against plain sums."""
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -22,7 +23,9 @@ from anisoscope.printing import format_value, print_unit
 from anisoscope.probed import Probed
 from anisoscope.probes import draw_probe
 from anisoscope.records import Record, Site
+from anisoscope.tangent.energies import coupled_alignment
 from anisoscope.tangent.proxies import fit_global
+from anisoscope.tangent.windows import pair_windows
 
 FAMILY = ("tangent_energy", "tangent_gain", "tangent_excess", "normal_ratio", "gradient_leading_variance")
 BESIDE = ("tangent_anisotropy_share", "tangent_frequency_trend")
@@ -165,13 +168,16 @@ def test_threads_come_back_whatever_happens() -> None:
         torch.set_num_threads(before)
 
 
-def test_energies_are_those_of_plain_sums(unit: an.Unit, decoder: Model) -> None:
-    spec = spec_for()
-    probe = draw_probe(spec, decoder.tokenizer, load_corpus("pydoc"))
+@pytest.mark.parametrize("name", ["pocket-decoder", "pocket-encoder"])
+def test_energies_are_those_of_plain_sums(name: str) -> None:
+    """Of an encoder on text that is masked in both halves: its gradients belong to such states."""
+    spec, model = spec_for(model=name, populations=("all",)), load_model(name, device="cpu")
+    unit = an.measure(spec, model=model, progress=False)
+    probe = draw_probe(spec, model.tokenizer, load_corpus("pydoc"))
     assert not set(np.unique(probe.fit.documents)) & set(np.unique(probe.test.documents))
-    seeds = [seed_for(0, window, 2) for window in range(32)]
-    test = capture_gradients(decoder, probe.test, [SITE], seeds=seeds).sites[SITE]
-    fit = capture_gradients(decoder, probe.fit, [SITE]).sites[SITE].values.double()
+    seeds = [seed_for(0, half, 2) for half in range(2)]
+    test = capture_gradients(model, probe.test, [SITE], seed=seeds[1]).sites[SITE]
+    fit = capture_gradients(model, probe.fit, [SITE], seed=seeds[0]).sites[SITE].values.double()
     basis = torch.linalg.svd(fit - fit.mean(0), full_matrices=False).Vh[:8].T
     states, gradients = test.values.double(), test.gradients.double()
     energy = (gradients @ basis).square().sum() / gradients.square().sum()
@@ -187,6 +193,30 @@ def test_energies_are_those_of_plain_sums(unit: an.Unit, decoder: Model) -> None
     leading = torch.linalg.svdvals(gradients).square()
     share = one(unit, metric="gradient_leading_variance", gradient="activation", **chosen)
     assert share.value == pytest.approx(float(leading[0] / leading.sum()), rel=1e-4)
+
+
+def test_an_untrained_encoder_knows_of_nothing_but_masks_and_is_not_called_tangent() -> None:
+    """Its own states, masked as it reads them, and gradients that are noise where something is predicted."""
+    spec = spec_for(model="pocket-encoder", revision="step0", tokens=2 * 64 * 32)
+    model = load_model("pocket-encoder", revision="step0", device="cpu")
+    probe = draw_probe(spec, model.tokenizer, load_corpus("pydoc"))
+    sites = select_sites(model.layout, spec.sites)
+    probed = Probed(model=model, probe=probe, sites=sites, spec=spec)
+    shown, (site,) = probed.gradients, sites
+    masked = shown.read != shown.tokens.ids
+    proxy = fit_global(probed.proxy_states[site], rank=8)
+    # Where masks are in the states of the proxy, it has more of theirs than one of plain text.
+    plain = fit_global(probed.fit_states[site], rank=8)
+    away = shown.sites[site].values[masked].mean(0) - shown.sites[site].values[~masked].mean(0)
+    assert (proxy.basis.T @ away).norm() > 0.9 * away.norm()
+    assert (plain.basis.T @ away).norm() < 0.7 * away.norm()
+    flagged = []
+    for seed in range(60):
+        chance = torch.Generator().manual_seed(seed)
+        noise = torch.randn(1, 112, generator=chance) + torch.randn(len(masked), 112, generator=chance)
+        pairing = pair_windows(shown.sites[site].values, masked[:, None] * noise, shown.windows, draws=59, seed=seed)
+        flagged.append(coupled_alignment(pairing, proxy, draws=19, seed=seed).p <= 0.05)
+    assert sum(flagged) <= 9  # of 60 at .05: in one of 800 such series more
 
 
 def test_a_trained_decoder_is_enriched_over_permuted_windows(unit: an.Unit) -> None:
@@ -211,8 +241,19 @@ def test_what_cannot_be_asked_is_refused(decoder: Model) -> None:
         an.measure(spec_for(proxy="ica"), model=decoder, progress=False)
     with pytest.raises(SpecError, match="controls are type_disjoint, shuffled_targets, paper_normals, shares"):
         an.measure(spec_for(controls=("shuffled",)), model=decoder, progress=False)
+    with pytest.raises(SpecError, match="the control shares is about tangent_anisotropy_share: add it"):
+        an.measure(spec_for(controls=("shares",), metrics=("tangent_excess",)), model=decoder, progress=False)
+    with pytest.raises(SpecError, match="a rank is a number or one of variance:SHARE, twonn, participation_ratio"):
+        an.measure(spec_for(rank="foo", metrics=("mean_cosine",)), model=decoder, progress=False)
+    with pytest.raises(SpecError, match=r"as variance:0.9; came 'variance:2'"):
+        an.measure(spec_for(rank="variance:2", metrics=("mean_cosine",)), model=decoder, progress=False)
+    with pytest.raises(SpecError, match="a rank is at least 1; came 0"):
+        an.measure(spec_for(rank=0, metrics=("mean_cosine",)), model=decoder, progress=False)
     with pytest.raises(SpecError, match="give grads="):
         an.estimate(np.eye(4), ["tangent_excess"])
+    local = {"grads": np.eye(64), "windows": np.arange(64), "proxy": "local_pca"}
+    with pytest.raises(SpecError, match="local_pca has a space for each token, and one for all was asked for"):
+        an.estimate(np.eye(64), ["tangent_excess"], **local)
 
 
 def test_alignment_comes_with_other_metrics_and_an_encoder_has_it_too() -> None:
@@ -232,7 +273,8 @@ def test_shares_of_anisotropy_have_controls_of_their_own_where_asked_for(unit: a
     harder = [row for row in found.records if row.control in ("permuted", "haar", "signs")]
     controls = {"virtual": ("permuted",), "activation": ("haar", "signs")}
     assert {(row.gradient, row.control, row.proxy, row.variant, row.site) for row in harder} == {
-        (gradient, control, proxy, f"mean=in;share={way}", row.site)
+        (gradient, control, proxy, f"mean={mean};share={way}", row.site)
+        for mean in ("in", "out")
         for gradient, names in controls.items()
         for control in names
         for proxy in ("pca", "seminmf")
@@ -256,7 +298,9 @@ def test_removing_the_proxy_is_held_against_normals_and_the_next_directions(unit
         chosen = {"metric": "tangent_anisotropy_share", "gradient": gradient, "proxy": proxy, "population": "typical"}
         found = rows(unit, **chosen)
         assert {row.variant for row in found} == {
-            f"mean=in;share={way}" for way in ("isoscore", "leading", "spectral", "energy")
+            f"mean={mean};share={way}"
+            for mean in ("in", "out")
+            for way in ("isoscore", "leading", "spectral", "energy")
         }
         for way in ("isoscore", "spectral"):
             normal, following = (
@@ -270,11 +314,11 @@ def test_removing_the_proxy_is_held_against_normals_and_the_next_directions(unit
 
 
 def test_bins_of_frequency_are_ordered_and_hold_equally_many_tokens(unit: an.Unit) -> None:
-    for population in ("all", "typical"):
+    for population, mean in itertools.product(("all", "typical"), ("mean=in", "mean=out")):
         bins = [
             row
             for row in rows(unit, metric="tangent_energy", proxy="pca", population=population)
-            if row.bin is not None
+            if row.bin is not None and (row.variant or "").startswith(f"{mean};")
         ]
         assert [row.bin for row in bins] == list(range(len(bins)))
         assert len(bins) >= 8
@@ -282,10 +326,20 @@ def test_bins_of_frequency_are_ordered_and_hold_equally_many_tokens(unit: an.Uni
         frequencies = [float((row.variant or "").rpartition("=")[2]) for row in bins]
         assert frequencies == sorted(frequencies)
         assert all(row.gradient == "activation" for row in bins)
-    trend = one(unit, metric="tangent_frequency_trend", proxy="pca", population="typical")
-    assert trend.p is not None
-    assert trend.low is not None
-    assert trend.low < trend.value < (trend.high or 0)
+        energies = one(
+            unit,
+            metric="tangent_energy",
+            proxy="pca",
+            population=population,
+            variant=mean,
+            bin=None,
+            gradient="activation",
+        )
+        assert min(row.value for row in bins) < energies.value < max(row.value for row in bins)
+        trend = one(unit, metric="tangent_frequency_trend", proxy="pca", population=population, variant=mean)
+        assert trend.p is not None
+        assert trend.low is not None
+        assert trend.low < trend.value < (trend.high or 0)
 
 
 def test_frequencies_come_from_other_documents_than_the_test_half(decoder: Model) -> None:

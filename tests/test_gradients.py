@@ -3,6 +3,7 @@
 import copy
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,10 +14,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils import checkpoint
 
-from anisoscope.capture import capture, draw_masked, token_losses
+from anisoscope.capture import capture
 from anisoscope.errors import LayoutError, ModelError, SpecError
-from anisoscope.gauge import seed_for
-from anisoscope.gradients import Coupled, ProbeGradients, capture_gradients
+from anisoscope.gradients import Coupled, ProbeGradients, capture_gradients, mask_positions
 from anisoscope.models import Model, adopt_model, sites_of
 from anisoscope.taps import tapped
 from anisoscope.text import Windows
@@ -98,8 +98,7 @@ def plain_loss(model: Model, windows: Windows, shuffle: int | None = None) -> tu
     if model.head == "causal":
         logits = model.module(input_ids=ids, use_cache=False).logits
         return cross_entropy(logits[:, :-1].flatten(0, 1), deal(ids[:, 1:].flatten()), reduction="sum"), ids
-    seeds = [seed_for(0, window, 2) for window in range(len(ids))]
-    masked = draw_masked(ids, Tokenizer.all_special_ids, seeds)
+    masked = mask_positions(torch.from_numpy(windows.special), 0)
     read = ids.masked_fill(masked, MASK)
     return cross_entropy(model.module(input_ids=read).logits[masked], deal(ids[masked]), reduction="sum"), read
 
@@ -210,9 +209,10 @@ def test_each_row_is_one_token(name: str) -> None:
     model, windows = build(name, torch.float32), windows_of()
     probe = everything(model)
     ids = torch.from_numpy(windows.token_ids)
-    seeds = [seed_for(0, window, 2) for window in range(5)]
-    losses = token_losses(model, ids, capture(model, ids, ()), seeds)
-    assert losses is not None
+    read = plain_loss(model, windows)[1]
+    logits, targets = model.module(input_ids=read).logits.detach(), ids.roll(-1, 1) if model.head == "causal" else ids
+    losses = cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view(ids.shape)
+    losses[read == ids if model.head == "masked" else torch.arange(T).expand_as(ids) == T - 1] = torch.nan
     torch.testing.assert_close(probe.tokens.losses, losses.flatten(), equal_nan=True)
     assert probe.predicted == int((~losses.isnan()).sum())
     assert probe.predicted == 5 * (T - 1) or model.head == "masked"
@@ -221,9 +221,30 @@ def test_each_row_is_one_token(name: str) -> None:
     assert torch.equal(probe.windows, torch.arange(5).repeat_interleave(T))
     assert torch.equal(probe.tokens.documents, probe.windows)
     assert torch.equal(probe.tokens.sentences, probe.windows)
-    assert torch.equal(probe.read, plain_loss(model, windows)[1].flatten())
-    other = capture_gradients(model, windows, seeds=[seed + 1 for seed in seeds])
+    assert torch.equal(probe.read, read.flatten())
+    other = capture_gradients(model, windows, seed=1)
     assert torch.equal(other.read, probe.read) == (model.head == "causal")
+
+
+def test_the_same_positions_are_masked_in_every_window_and_special_tokens_never() -> None:
+    special = torch.zeros(6, 40, dtype=torch.bool)
+    special[:, [0, -1]] = True
+    special[2, 5:30] = True
+    for seed in range(20):
+        masked = mask_positions(special, seed)
+        assert torch.equal(masked, mask_positions(special, seed))
+        # Positions without a special token anywhere are enough for 15 %.
+        assert (masked == masked[0]).all()
+        assert int(masked[0].sum()) == 6
+        assert not (masked & special).any()
+    assert len({tuple(mask_positions(special, seed)[0].tolist()) for seed in range(20)}) > 15
+    special[3] = True
+    special[3, 7] = False
+    crowded = mask_positions(special, 0)
+    assert int(crowded.sum()) > 6
+    assert not (crowded & special).any()
+    # However short a window is, something is predicted.
+    assert int(mask_positions(torch.zeros(2, 2, dtype=torch.bool), 0).sum()) == 2
 
 
 def test_stages_of_the_final_norm_have_the_gradients_of_what_follows_them() -> None:
@@ -509,10 +530,10 @@ def test_requests_that_cannot_be_honoured_say_so() -> None:
     model, windows = build("gpt2", torch.float32), windows_of()
     with pytest.raises(SpecError, match=r"'transformer.h.0.mlp.fc'.*such as transformer.h.0.mlp.c_fc"):
         capture_gradients(model, windows, linears=("transformer.h.0.mlp.fc",))
-    with pytest.raises(SpecError, match="5 windows need as many seeds"):
-        capture_gradients(model, windows, seeds=[1, 2])
-    with pytest.raises(SpecError, match="batch_size at least 1; came 5 and 0"):
+    with pytest.raises(SpecError, match="batch_size is at least 1; came 0"):
         capture_gradients(model, windows, batch_size=0)
+    with pytest.raises(SpecError, match="every token is special, and there is none to mask"):
+        capture_gradients(build("bert"), replace(windows, special=np.ones_like(windows.special)))
     headless = adopt_model(model.module.transformer, Tokenizer(), name="headless")
     with pytest.raises(ModelError, match="no language-model head"):
         capture_gradients(headless, windows)

@@ -13,6 +13,7 @@ import torch
 from scipy.stats import binomtest, kstest
 from torch import Tensor
 
+from anisoscope.gradients import mask_positions
 from anisoscope.tangent.anisotropy import AnisotropyShare, anisotropy_share
 from anisoscope.tangent.controls import second_moment
 from anisoscope.tangent.energies import Alignment, coupled_alignment, uncoupled_alignment
@@ -89,6 +90,30 @@ NULLS: dict[str, Maker] = {
 }
 
 
+def masked(alike: bool) -> Maker:
+    """Masked states lie apart, and gradients are there for masked tokens alone and know nothing else of them.
+
+    Masks stand at the same positions in every window, or at others in each.
+    """
+
+    def make(chance: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+        turn, away = axes(chance), 3 * noise(chance, DIM) / math.sqrt(DIM)
+
+        def hidden() -> Tensor:
+            special = torch.zeros(WINDOWS, LENGTH, dtype=torch.bool)
+            if alike:
+                return mask_positions(special, int(torch.randint(1 << 30, (), generator=chance))).view(-1, 1)
+            return torch.rand(TOKENS, 1, generator=chance) < 0.15
+
+        fit_hidden, here = hidden(), hidden()
+        fit = varied(chance, turn) + fit_hidden * away
+        # All masked tokens are taught something alike, as at the beginning of a training.
+        taught = here * (noise(chance, DIM) + noise(chance, TOKENS, DIM)) + 0.1 * noise(chance, TOKENS, DIM)
+        return fit, varied(chance, turn) + here * away, taught
+
+    return make
+
+
 def planted(inside: bool) -> Maker:
     """Gradients that follow the states along their second to fourth axes, or along three far outside the proxy."""
 
@@ -144,6 +169,16 @@ def test_signal_free_coupled_gradients_are_not_called_tangent(kind: str) -> None
     assert sum(one.normal_p <= NOMINAL for one in found) / TRIALS > 0.95
 
 
+def test_gradients_that_know_of_nothing_but_masks_are_not_called_tangent() -> None:
+    """As an encoder's are that has learned nothing: masks that differ from window to window would call them so."""
+    found = [trial(masked(alike=True), seed, coupled=True) for seed in range(TRIALS)]
+    assert at_most_nominal(sum(one.p <= NOMINAL for one in found), TRIALS)
+    excess = np.array([one.excess for one in found])
+    assert abs(excess.mean()) < 4 * excess.std() / math.sqrt(TRIALS)
+    apart = [trial(masked(alike=False), seed, coupled=True) for seed in range(60)]
+    assert sum(one.p <= NOMINAL for one in apart) > 40
+
+
 SHARES = ("isoscore_change", "anisotropic_energy")
 
 
@@ -167,6 +202,12 @@ def flagged(trials: Sequence[tuple[AnisotropyShare, ShareControls]], way: str) -
         above = "permuted" in null[way] or getattr(share, way).tangent > getattr(share, way).following
         count += above and max(one.p for one in null[way].values()) <= NOMINAL
     return count
+
+
+def test_gradients_that_know_of_nothing_but_masks_have_no_share_of_anisotropy_beyond_their_control() -> None:
+    found = [share_trial(masked(alike=True), seed, coupled=True) for seed in range(TRIALS)]
+    for way in SHARES:
+        assert at_most_nominal(flagged(found, way), TRIALS)
 
 
 @pytest.mark.parametrize("coupled", [True, False])

@@ -38,7 +38,7 @@ from anisoscope.kernels.gram import limit_on, norms_of_each
 from anisoscope.metrics import Metric, all_metrics
 from anisoscope.past import Past, sketch
 from anisoscope.probed import Probed, ProbeRow
-from anisoscope.records import Site
+from anisoscope.records import CONTROLS, Site
 from anisoscope.tangent.energies import uncoupled_alignments
 from anisoscope.tangent.means import without_mean
 from anisoscope.tangent.proxies import Proxy, fit_each, rank_within
@@ -46,7 +46,6 @@ from anisoscope.tangent.proxies import Proxy, fit_each, rank_within
 VIEWS = ("enrichment", "removal", "trend", "turn")
 GRADIENTS = ("virtual", "activation")
 PROXIES = ("pca", "seminmf")
-CONTROLS = ("type_disjoint", "shuffled_targets", "paper_normals", "shares")
 # Where the rows of the input embedding are states, and what those of the output embedding are multiplied with.
 EMBEDDED = ("embed", "final_norm")
 # Numbers of states whose places are looked at together: as many as caches hold, or as a GPU is busy with.
@@ -70,7 +69,7 @@ def align(probed: Probed, names: Collection[str], past: Past | None = None) -> A
     if not found:
         return Aligned(rows=[], attachments={})
     # Captured before, since others use it too.
-    _, device = probed.fit_states, probed.gradients.tokens.ids.device
+    _, device = probed.proxy_states, probed.gradients.tokens.ids.device
     # Thousands of small operations, and autograd would be told of each.
     with _few_threads(device), torch.inference_mode():
         return _align(probed, found, past)
@@ -153,7 +152,7 @@ class _Analysis:
     def places(self, populations: Sequence[str]) -> Iterator[list[Place]]:
         """Some of one width at a time: a GPU hardly needs longer for many small ones than for one."""
         some: list[tuple[Site, str]] = []
-        states, elements = self.probed.fit_states, 0
+        states, elements = self.probed.proxy_states, 0
         for site, population in itertools.product(self.probed.sites, populations):
             here = states[site]
             full = elements + here.numel() > limit_on(FITTED_ELEMENTS, here)
@@ -166,7 +165,7 @@ class _Analysis:
             yield self._places_of(some)
 
     def _places_of(self, some: Sequence[tuple[Site, str]]) -> list[Place]:
-        fit, test = self.probed.fit_states, self.probed.gradients.sites
+        fit, test = self.probed.proxy_states, self.probed.gradients.sites
         fitting = self._keep("fit", [fit[site] for site, _ in some], [population for _, population in some])
         testing = self._keep("test", [test[site].values for site, _ in some], [population for _, population in some])
         # Not by each mask, which a GPU would have to count by itself.
@@ -256,7 +255,7 @@ class _Analysis:
         first = first.to(place.fitted.device)
         fit_keep = place.fit_keep & first[self.tokens["fit"].ids]
         keep = place.keep & ~first[self.tokens["test"].ids]
-        other = replace(place, fitted=self.probed.fit_states[place.site][fit_keep], fit_keep=fit_keep, keep=keep)
+        other = replace(place, fitted=self.probed.proxy_states[place.site][fit_keep], fit_keep=fit_keep, keep=keep)
         yield from hold_against(self.hold([other]), in_both_ways(_named(self.fit([other]), ";split=types")))[0]
 
     def of_modules(self) -> Iterator[ProbeRow]:
@@ -271,10 +270,10 @@ class _Analysis:
                 (),
                 linears=self.linears,
                 embedding=self.embedding,
-                seeds=probed.mask_seeds(windows),
+                seed=probed.mask_seed(half),
                 batch_size=probed.batch_size,
             )
-            for windows in (probed.probe.fit, probed.probe.test)
+            for half, windows in (("fit", probed.probe.fit), ("test", probed.probe.test))
         )
         for path, here in test.linears.items():
             fitted = fit.linears[path].values
@@ -292,9 +291,9 @@ class _Analysis:
     def _embedding(self, rows: Float[Tensor, "v d"], types: Int[Tensor, " v"], name: str) -> Iterator[ProbeRow]:
         """Gradient rows of the input embedding against the states at `embed`, of the output one at `final_norm`."""
         for site in self.probed.sites:
-            if site.name != name or self.probed.fit_states[site].shape[1] != rows.shape[1]:
+            if site.name != name or self.probed.proxy_states[site].shape[1] != rows.shape[1]:
                 continue
-            (candidates,) = in_both_ways(_named(self._fit([self.probed.fit_states[site]])))
+            (candidates,) = in_both_ways(_named(self._fit([self.probed.proxy_states[site]])))
             candidates = [one for one in candidates if one[1].rank > 0]
             every = uncoupled_alignments(rows[None], [[proxy for _, proxy, _ in candidates]], seed=self.seed)[0]
             for (method, proxy, variant), found in zip(candidates, every, strict=True):

@@ -8,6 +8,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from anisoscope.errors import SpecError
+from anisoscope.records import CONTROLS
 
 Command = TypeVar("Command", bound=Callable[..., None])
 
@@ -52,6 +53,8 @@ def spec_flags(
     final_norm: Annotated[str | None, typer.Option(help="Path of the final norm, where it is not found.")] = None,
 ) -> dict[str, Any]:
     """Fields of Spec that were given."""
+    if unknown := [name for name in words(controls) or () if name not in CONTROLS]:
+        raise SpecError(f"--controls takes {', '.join(CONTROLS)}; came {', '.join(unknown)}")
     given = {
         "corpus": corpus,
         "metrics": words(metrics),

@@ -3,7 +3,7 @@
 The training is left alone: parameters are read as constants, so nothing is added to their `grad`.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 
-from anisoscope.capture import draw_masked, hooks_for, logits_of
+from anisoscope.capture import MASKED_SHARE, hooks_for, logits_of
 from anisoscope.cloud import Tokens
 from anisoscope.errors import LayoutError, ModelError, SpecError
-from anisoscope.gauge import seed_for
 from anisoscope.models import Model
 from anisoscope.norms import Norm, read_norms
 from anisoscope.records import FINAL_NORM_SITES, Site
@@ -93,7 +92,7 @@ def capture_gradients(
     *,
     linears: Iterable[str] = (),
     embedding: bool = False,
-    seeds: Sequence[int] | None = None,
+    seed: int = 0,
     batch_size: int | None = None,
     device: torch.device | str | None = None,
     upcast: bool = True,
@@ -104,7 +103,7 @@ def capture_gradients(
     """States and gradients of the probe's loss at every place asked for, from one forward and one backward pass.
 
     `linears` are paths of linear modules, or globs over them; `embedding` asks for the gradients of embedding rows.
-    `seeds`, one per window, draw the masks of a masked language model; left out, they are those of a Spec of seed 0.
+    `seed` draws the positions at which a masked language model's tokens are masked, the same in every window.
     `batch_size` windows go through at a time; the numbers do not depend on it.
     `upcast` runs bfloat16 and float16 weights in float32, from a copy; without it the passes round as the model does,
     and only the loss and what is kept are float32.
@@ -113,12 +112,11 @@ def capture_gradients(
     `shuffle` is a seed that deals the targets anew among all positions that have one.
     """
     count, length = windows.token_ids.shape
-    seeds = [seed_for(0, window, 2) for window in range(count)] if seeds is None else seeds
     size = max(1, _PASS_TOKENS // length) if batch_size is None else batch_size
-    if len(seeds) != count or size < 1:
-        raise SpecError(f"{count} windows need as many seeds, batch_size at least 1; came {len(seeds)} and {size}")
+    if size < 1:
+        raise SpecError(f"batch_size is at least 1; came {size}")
     ids = torch.from_numpy(windows.token_ids)
-    read, predicting = _mask(model, ids, seeds)
+    read, predicting = read_for_loss(model, windows, seed)
     targets = ids.roll(-1, 1) if model.head == "causal" else ids.clone()
     if shuffle is not None:
         order = torch.randperm(int(predicting.sum()), generator=torch.Generator().manual_seed(shuffle))
@@ -153,10 +151,9 @@ def capture_gradients(
     )
 
 
-def _mask(
-    model: Model, ids: Int[Tensor, "w t"], seeds: Sequence[int]
-) -> tuple[Int[Tensor, "w t"], Bool[Tensor, "w t"]]:
+def read_for_loss(model: Model, windows: Windows, seed: int = 0) -> tuple[Int[Tensor, "w t"], Bool[Tensor, "w t"]]:
     """What the model is to read, and the positions that have a loss."""
+    ids = torch.from_numpy(windows.token_ids)
     if model.head is None:
         raise ModelError(f"{model.name} has no language-model head: there is no loss to take gradients of")
     if model.head == "causal":
@@ -165,8 +162,24 @@ def _mask(
         return ids, predicting
     if getattr(model.tokenizer, "mask_token_id", None) is None:
         raise ModelError(f"{model.name} is a masked language model, and its tokenizer has no mask token")
-    masked = draw_masked(ids, tuple(model.tokenizer.all_special_ids), seeds)
+    masked = mask_positions(torch.from_numpy(windows.special), seed)
+    if not masked.any():
+        raise SpecError(f"{model.name}: every token is special, and there is none to mask")
     return ids.masked_fill(masked, model.tokenizer.mask_token_id), masked
+
+
+def mask_positions(special: Bool[Tensor, "w t"], seed: int) -> Bool[Tensor, "w t"]:
+    """Which tokens are masked: 15 % of the positions, the same in every window; special tokens never are.
+
+    A state tells whether it is masked, and a gradient is large because it is. With positions of its own in each window
+    that alone would tell true pairs of windows from others; so masks stand where those of all other windows stand.
+    Positions that hold a special token in some window come last.
+    """
+    order = torch.randperm(special.shape[1], generator=torch.Generator().manual_seed(seed))
+    order = order[special.sum(0)[order].argsort(stable=True)]
+    masked = torch.zeros_like(special)
+    masked[:, order[: max(1, round(MASKED_SHARE * len(order)))]] = True
+    return masked & ~special
 
 
 def tokens_of(windows: Windows, device: torch.device, losses: Float[Tensor, " n"] | None = None) -> Tokens:

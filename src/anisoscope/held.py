@@ -46,7 +46,7 @@ from anisoscope.tangent.windows import pair_each
 
 # Directions of a token's own tangent space: neighbours are too few for many.
 LOCAL_RANK = 8
-WITH_MEAN, WITHOUT_MEAN = "mean=in", "mean=out"
+WITH_MEAN, WITHOUT_MEAN = BOTH_WAYS = "mean=in", "mean=out"
 Candidate = tuple[str, Proxy, str]
 """The name of a proxy, the proxy and which variant of it this is."""
 
@@ -81,8 +81,8 @@ class Held:
         self.points = self.kept.sum(1).tolist()
         self.excluded = [self.kept.shape[1] - mine for mine in self.points]
         self.pairing, self.rows = None, None
-        self.squares: dict[tuple[int, str], tuple[Tensor, Tensor]] = {}
-        """‖Qᵀa‖² and ‖a‖² of the activation gradients, for each place and proxy they were held against."""
+        self.squares: dict[tuple[int, str, str], tuple[Tensor, Tensor]] = {}
+        """‖Qᵀa‖² and ‖a‖² of the activation gradients, for each place and plain proxy they were held against."""
         here = torch.stack([place.here.gradients for place in places])
         if "activation" in self.gradients:
             self.rows = torch.where(self.keep[..., None], here, 0)
@@ -131,8 +131,8 @@ class Held:
         for at, (mine, here) in enumerate(zip(candidates, squares, strict=True)):
             *inside, whole = here.unbind(1)
             for (name, _, variant), one in zip(mine, inside, strict=False):
-                if variant == WITH_MEAN:
-                    self.squares[at, name] = one, whole
+                if variant in BOTH_WAYS:
+                    self.squares[at, name, variant] = one, whole
         return squares
 
     def enrichment(
@@ -174,10 +174,10 @@ class Held:
             "spectral": "spectral_share",
             "energy": "anisotropic_energy",
         }
-        for (name, proxy, _), share, drawn in zip(candidates, found, controls, strict=True):
+        for (name, proxy, variant), share, drawn in zip(candidates, found, controls, strict=True):
             for way, field in ways.items():
                 removal: Removal = getattr(share, field)
-                columns = _columns(gradient, name, proxy, f"{WITH_MEAN};share={way}") | {"note": share.note}
+                columns = _columns(gradient, name, proxy, f"{variant};share={way}") | {"note": share.note}
                 normal = {"control": "normal", "control_value": removal.normal, "p": removal.p}
                 row = self._row(at, "tangent_anisotropy_share", Removed(change=removal.tangent), columns | normal)
                 following = {"control": "next", "control_value": removal.following, "p": None}
@@ -187,11 +187,12 @@ class Held:
                     beside = {"control": control, "control_value": one.value, "p": one.p}
                     yield row._replace(columns=row.columns | beside)
 
-    def by_frequency(self, at: int, name: str, proxy: Proxy, found: ByFrequency) -> Iterator[ProbeRow]:
+    def by_frequency(self, at: int, candidate: Candidate, found: ByFrequency) -> Iterator[ProbeRow]:
         """Energies of activation gradients at a place by token frequency, and their trend over types."""
-        columns = _columns("activation", name, proxy, WITH_MEAN)
+        name, proxy, variant = candidate
+        columns = _columns("activation", name, proxy, variant)
         for number, one in enumerate(found.bins if "tangent_energy" in self.metrics else ()):
-            frequency = f"{WITH_MEAN};log10_frequency={one.log_frequency / math.log(10):.2f}"
+            frequency = f"{variant};log10_frequency={one.log_frequency / math.log(10):.2f}"
             view = Enrichment(energy=one.energy.value)
             beside = {"low": one.energy.low, "high": one.energy.high, "control": "normal", "control_value": one.normal}
             beside |= {"variant": frequency, "bin": number}
@@ -320,7 +321,7 @@ def hold_against(
     usable = [[one for one in mine if one[1].rank > 0] for mine in candidates]
     if not any(usable):
         return [[] for _ in held.places]
-    plain = [[variant == WITH_MEAN for _, _, variant in mine] for mine in usable]
+    plain = [[variant in BOTH_WAYS for _, _, variant in mine] for mine in usable]
     kept = [list(itertools.compress(mine, chosen)) for mine, chosen in zip(usable, plain, strict=True)]
     removal = own and "tangent_anisotropy_share" in held.metrics and any(kept)
     led = plain if removal else [[False] * len(mine) for mine in plain]
@@ -402,15 +403,15 @@ def split_by_frequency(held: Held, plain: Sequence[Sequence[Candidate]]) -> list
         return rows
     for places in same_rows(held.kept):
         keep = held.kept[places[0]]
-        cases = [(at, name, proxy) for at in places for name, proxy, _ in plain[at]]
+        cases = [(at, one) for at in places for one in plain[at]]
         if not cases:
             continue
-        pairs = [held.squares[at, name] for at, name, _ in cases]
+        pairs = [held.squares[at, name, variant] for at, (name, _, variant) in cases]
         above, below = (torch.stack(each, 1)[keep] for each in zip(*pairs, strict=True))
-        shapes = [(proxy.dim, proxy.rank) for _, _, proxy in cases]
+        shapes = [(proxy.dim, proxy.rank) for _, (_, proxy, _) in cases]
         types = held.types[keep]
         known = held.probed.log_frequency(types)
         found = squares_by_frequency(above, below, shapes, known, types, seed=held.seed)
-        for (at, name, proxy), one in zip(cases, found, strict=True):
-            rows[at] += held.by_frequency(at, name, proxy, one)
+        for (at, candidate), one in zip(cases, found, strict=True):
+            rows[at] += held.by_frequency(at, candidate, one)
     return rows

@@ -16,12 +16,11 @@ from anisoscope.capture import capture
 from anisoscope.cloud import Tokens, select_population
 from anisoscope.estimates import answer_once
 from anisoscope.gauge import seed_for
-from anisoscope.gradients import ProbeGradients, capture_gradients, tokens_of
+from anisoscope.gradients import ProbeGradients, capture_gradients, read_for_loss, tokens_of
 from anisoscope.metrics import Metric
 from anisoscope.models import Model
 from anisoscope.probes import Probe
 from anisoscope.records import Estimate, Site, Spec
-from anisoscope.text import Windows
 
 FORWARD_TOKENS = 4096
 
@@ -78,18 +77,27 @@ class Probed:
         return self._gradients(shuffle=self.spec.seed)
 
     def _gradients(self, shuffle: int | None = None) -> ProbeGradients:
-        test = self.probe.test
-        settings = {"seeds": self.mask_seeds(test), "batch_size": self.batch_size, "shuffle": shuffle}
-        return capture_gradients(self.model, test, self.sites, **settings)
+        settings = {"seed": self.mask_seed("test"), "batch_size": self.batch_size, "shuffle": shuffle}
+        return capture_gradients(self.model, self.probe.test, self.sites, **settings)
 
-    def mask_seeds(self, windows: Windows) -> list[int]:
-        """What each window is masked by, where the model predicts masked tokens."""
-        return [seed_for(self.spec.seed, window, 2) for window in range(len(windows.token_ids))]
+    def mask_seed(self, half: str) -> int:
+        """What positions are masked by, where the model predicts masked tokens."""
+        return seed_for(self.spec.seed, ("fit", "test").index(half), 2)
 
     @cached_property
     def fit_states(self) -> dict[Site, Float[Tensor, "n d"]]:
         """States of the fit half at every site, as the model reads plain text."""
         return dict(self._states(torch.from_numpy(self.probe.fit.token_ids)))
+
+    @cached_property
+    def proxy_states(self) -> dict[Site, Float[Tensor, "n d"]]:
+        """Those that tangent proxies are fitted on: read as for the loss, whose gradients they are held against.
+
+        A masked model's gradients belong to text with masks: a proxy that never saw one leaves out where they lie.
+        """
+        if self.model.head == "causal":
+            return self.fit_states
+        return dict(self._states(read_for_loss(self.model, self.probe.fit, self.mask_seed("fit"))[0]))
 
     def _states(self, ids: Int[Tensor, "w t"]) -> Iterator[tuple[Site, Float[Tensor, "n d"]]]:
         size = self.batch_size or max(1, FORWARD_TOKENS // ids.shape[1])

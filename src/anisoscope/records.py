@@ -19,6 +19,15 @@ FINAL_NORM_SITES = ("final_norm.normed", "final_norm.gained", "final_norm")
 DEFAULT_METRICS = ("leading_variance", "mean_cosine", "isoscore", "participation_ratio", "twonn", "loss")
 
 
+CONTROLS = {
+    "type_disjoint": ("tangent_excess", "tangent_energy", "tangent_gain", "normal_ratio"),
+    "shuffled_targets": ("tangent_energy",),
+    "paper_normals": ("normal_ratio",),
+    "shares": ("tangent_anisotropy_share",),
+}
+"""What gradients can be held against beside the usual, and the metrics that show it."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Spec:
     """Everything that can change a number, and nothing that cannot (device, workers, paths)."""

@@ -11,11 +11,12 @@ from anisoscope.metrics import find_metrics
 from anisoscope.models import Model, adopt_model, load_model
 from anisoscope.past import Past
 from anisoscope.probes import Probe
-from anisoscope.records import POPULATIONS, Checkpoint, Spec, Unit
+from anisoscope.records import CONTROLS, POPULATIONS, Checkpoint, Spec, Unit
 from anisoscope.revisions import place_in_training, place_of
 from anisoscope.running import FORWARD_TOKENS as FORWARD_TOKENS
 from anisoscope.running import Run, settings_of
 from anisoscope.sources import hash_weights, is_commit, locate, split_pocket
+from anisoscope.tangent.proxies import check_rank
 from anisoscope.text import Windows, draw_windows
 
 
@@ -35,6 +36,11 @@ def resolve(spec: Spec, *, corpus: Corpus | None = None, model: Model | None = N
     metrics = find_metrics(
         [item if isinstance(item, str) else item[0] for item in spec.metrics], gride_scales=spec.gride_scales
     )
+    check_rank(spec.rank)
+    for control, shown in CONTROLS.items():
+        # Units that hold gradients against the past have a part of the metrics that were asked for.
+        if control in spec.controls and spec.proxy_from is None and not {item.name for item in metrics} & {*shown}:
+            raise SpecError(f"the control {control} is about {' or '.join(shown)}: add it to the metrics")
     asked = dict(item for item in spec.metrics if not isinstance(item, str))
     for metric in metrics:
         if asked.get(metric.name, metric.version) != metric.version:

@@ -22,7 +22,7 @@ from anisoscope.revisions import training_order
 ENRICHED, SHARED, PAPER = "tangent enrichment", "tangent share of gradient anisotropy", " (the paper's control)"
 _SHARE = "tangent_anisotropy_share"
 # Of the ways to take a share: the paper's, and the one in which windows paired anew let a signal be found.
-_PAPERS_WAY, _OUR_WAY = "mean=in;share=isoscore", "mean=in;share=energy"
+_PAPERS_WAY, _OUR_WAY = ([f"{mean};share={way}" for mean in ("mean=in", "mean=out")] for way in ("isoscore", "energy"))
 # What decides for coupled gradients, and for uncoupled ones, of which the last is a single value without a p.
 _DRAWN, _SINGLE = ("permuted", "haar", "signs"), "next"
 _TOLD_APART = ("corpus", "population", "model", "stack", "gradient", "proxy", "variant")
@@ -96,7 +96,7 @@ def judge_enrichment(table: pa.Table, how: Resampling) -> Iterator[tuple[Subject
         seen = [Seen.of(row["value"], (), [row["p"]]) for row in blocks]
         what = "it has {} times the energy of random normals on average"
         yield subject_of(told, blocks), _found(ENRICHED + PAPER, what, seen, how, chance=1.0)
-    ours = of_share & (pc.field("variant") == _OUR_WAY)
+    ours = of_share & pc.field("variant").isin(_OUR_WAY)
     by_control = {name: dict(blocks_of(ours & (pc.field("control") == name))) for name in (*_DRAWN, _SINGLE)}
     for told in sorted({told for name in _DRAWN for told in by_control[name]}):
         drawn = {name: by_control[name][told] for name in _DRAWN if told in by_control[name]}
@@ -104,7 +104,8 @@ def judge_enrichment(table: pa.Table, how: Resampling) -> Iterator[tuple[Subject
         seen = _beyond_each(blocks, drawn, by_control[_SINGLE].get(told, ()))
         what = "the tangent proxy has {} more of the gradients' uneven energy than its control on average"
         yield subject_of(told, blocks), _found(SHARED, what, seen, how)
-    for told, blocks in blocks_of(of_share & (pc.field("variant") == _PAPERS_WAY) & (pc.field("control") == "normal")):
+    papers = of_share & pc.field("variant").isin(_PAPERS_WAY) & (pc.field("control") == "normal")
+    for told, blocks in blocks_of(papers):
         seen = [Seen.of(row["value"], [row["control_value"]], [row["p"]]) for row in blocks]
         what = (
             "without the tangent proxy the gradients' IsoScore rises by {} more than without random normals on average"

@@ -14,6 +14,7 @@ from anisoscope.claims.learning import judge_learning
 from anisoscope.claims.pinned import judge_pinned
 from anisoscope.claims.profiles import count_suspects, last_checkpoints, read_profiles
 from anisoscope.claims.resampling import Resampling, benjamini_hochberg, holm
+from anisoscope.claims.settings import one_setting
 from anisoscope.claims.shapes import judge_kinds, judge_profile
 from anisoscope.claims.theories import judge_theories
 from anisoscope.claims.trainings import judge_trainings
@@ -65,15 +66,19 @@ def judge(table: pa.Table, *, seed: int = 0, resamples: int = 2000, level: float
     how = Resampling(level=level, resamples=resamples, seed=seed)
     profiles = read_profiles(table)
     last = last_checkpoints(profiles)
+    once = one_setting(table)
     found = [
         *(pair for profile in last for pair in judge_profile(profile, how)),
         *judge_kinds(last, how),
         *judge_trainings(profiles, how),
         *judge_theories(table, how),
-        *judge_enrichment(table, how),
-        *judge_learning(table, how),
-        *judge_pinned(table, how),
     ]
+    on_probe = [
+        *judge_enrichment(once.table, how),
+        *judge_learning(once.table, how),
+        *judge_pinned(once.table, how),
+    ]
+    found += [(_say_passed_over(subject, once.passed_over), finding) for subject, finding in on_probe]
     adjusted, suspects = _adjust([finding for _, finding in found]), count_suspects(table)
     verdicts = [_verdict(*pair, p, suspects, level) for pair, p in zip(found, adjusted, strict=True)]
     return [_with_typical(verdict, verdicts) for verdict in verdicts]
@@ -106,6 +111,13 @@ def _adjust(found: Sequence[Finding]) -> list[float]:
         together = benjamini_hochberg([finding.p if finding.among == name else math.nan for finding in found])
         adjusted = [new if one.among == name else old for one, new, old in zip(found, together, adjusted, strict=True)]
     return adjusted
+
+
+def _say_passed_over(subject: Subject, passed_over: Counter[str]) -> Subject:
+    if not (units := sum(passed_over[model] for model in subject.models)):
+        return subject
+    note = f"{counted(units, 'unit')} of the same checkpoints under other settings left out: judge them by themselves"
+    return replace(subject, notes=(*subject.notes, note))
 
 
 def _p(value: float) -> str:

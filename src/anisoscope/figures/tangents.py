@@ -112,7 +112,7 @@ def alignment_bins_data(
     *,
     model: str,
     population: str | None = None,
-    variant: str | None = None,
+    variant: str = "mean=in",
     corpus: str | None = None,
     keys: Collection[str] | None = None,
 ) -> pa.Table:
@@ -121,11 +121,12 @@ def alignment_bins_data(
     `log10_frequency` is that of the bin, as a share of the text; null where its row does not state it. Populations are
     those of `alignment_data`.
     """
-    rows = _aligned(table, model=model, population=population, variant=variant, corpus=corpus, keys=keys, bins=True)
-    rows = [row for row in rows if row["metric"] == "tangent_energy"]
+    found = _aligned(table, model=model, population=population, variant=None, corpus=corpus, keys=keys, bins=True)
+    rows = [_with_frequency(row) for row in found if row["metric"] == "tangent_energy"]
+    rows = [row for row in rows if row["variant"] in (variant, None)]
     if not rows:
-        raise SpecError(f"wanted tangent_energy of {model} [{population or 'any'}] by bin; there is none")
-    last = [_with_frequency(row) for row in at_last_checkpoint(rows)]
+        raise SpecError(f"wanted tangent_energy of {model} [{population or 'any'}, {variant}] by bin; there is none")
+    last = at_last_checkpoint(rows)
     last.sort(key=lambda row: (row["gradient"], row["proxy"], row["variant"] or "", row["depth"], row["bin"]))
     return table_of(last, _BINS, own_intervals=True)
 
@@ -267,7 +268,8 @@ def draw_alignment_bins(data: pa.Table) -> Chart:
         return alt.layer(error_bars(drawn, x, colour, scale), line, dots)
 
     head = f"tangent_energy at the blocks by token frequency, population {rows[0]['population']}"
-    return titled(_grid(rows, panel), head, subtitle(data), f"rank {_ranks(rows)} · bars: 95 % intervals")
+    how = f"rank {_ranks(rows)} · {rows[0]['variant']} · bars: 95 % intervals"
+    return titled(_grid(rows, panel), head, subtitle(data), how)
 
 
 def _ranks(rows: Sequence[Row]) -> str:

@@ -54,7 +54,8 @@ _of_gradients = partial(
     metric,
     family="alignment",
     needs="enrichment",
-    version=1,
+    # 2: masked models' gradients, and the states that proxies are fitted on, are of text masked alike in every window.
+    version=2,
     # Sink tokens own what `all` tokens show.
     populations=("typical",),
     cite="bernas2026revisiting",
@@ -243,6 +244,7 @@ def subspace_distance(found: Turned) -> float:
 
 @_of_gradients(
     needs="movement",
+    version=1,
     populations=("rows",),
     invariant_to="rotation scale",
     bounds=(0.0, 1.0),

@@ -30,7 +30,8 @@ _of_concepts = partial(
     metric,
     family="concepts",
     needs="concepts",
-    version=1,
+    # 2: gradients of masked models, and states that concepts are looked for again in, are masked alike in every window.
+    version=2,
     cite="ding2010convex",
     invariant_to="translation rotation scale",
     null="control",

@@ -173,7 +173,9 @@ def fit_each(
     Places of one width are fitted side by side.
     """
     for method in methods:
-        if method not in ("pca", "svd", "seminmf"):
+        if method == "local_pca":
+            raise SpecError("local_pca has a space for each token, and one for all was asked for: pca, svd or seminmf")
+        if method not in METHODS:
             raise SpecError(f"a tangent proxy is one of {', '.join(METHODS)}; came {method!r}")
         if (method == "pca" and centred is False) or (method == "svd" and centred):
             raise SpecError("pca is centred and svd is not: ask for the other of the two")
@@ -304,6 +306,28 @@ def _others(spread: _Spread, bases: Sequence[Tensor], last: bool) -> list[Float[
     return [found[place] for place in range(len(bases))]
 
 
+def check_rank(rule: int | str) -> None:
+    """Refuse what is neither a number of directions nor a rule that gives one."""
+    if isinstance(rule, int):
+        if rule < 1:
+            raise SpecError(f"a rank is at least 1; came {rule}")
+    elif rule.partition(":")[0] == "variance":
+        _share_of(rule)
+    elif rule not in RANK_RULES:
+        raise SpecError(f"a rank is a number or one of {', '.join(RANK_RULES)}; came {rule!r}")
+
+
+def _share_of(rule: str) -> float:
+    """The share of the variance that a rank is to hold, .9 where it is not said."""
+    try:
+        share = float(rule.partition(":")[2] or "0.9")
+    except ValueError:
+        share = math.nan
+    if not 0 < share < 1:
+        raise SpecError(f"rank by variance needs a share between 0 and 1, as variance:0.9; came {rule!r}")
+    return share
+
+
 def choose_rank(
     rule: int | str, values: Float[Tensor, " k"], states: Float[Tensor, "n d"]
 ) -> tuple[int, tuple[str, ...]]:
@@ -312,27 +336,19 @@ def choose_rank(
     `variance:0.9`: the fewest that hold this share of the variance; `participation_ratio`: (Σλ)²/Σλ²; `twonn`: the
     intrinsic dimension of the states (the last checkpoint's). Both are rounded.
     """
+    check_rank(rule)
     dim = states.shape[1]
     if isinstance(rule, int):
-        if not 1 <= rule < dim:
+        if rule >= dim:
             raise SpecError(f"a proxy of {dim} coordinates has a rank from 1 to {dim - 1}; came {rule}")
         return rule, ()
-    name, _, share = rule.partition(":")
-    if name == "variance":
-        try:
-            asked = float(share or "0.9")
-        except ValueError:
-            asked = math.nan
-        if not 0 < asked < 1:
-            raise SpecError(f"rank by variance needs a share between 0 and 1, as variance:0.9; came {rule!r}")
-        found = 1.0 + float((values.cumsum(0) < asked * values.sum()).sum())
-    elif rule == "participation_ratio":
+    if rule == "participation_ratio":
         found = float(values.sum().square() / values.square().sum())
     elif rule == "twonn":
         distinct = states[drop_duplicates(states).index]
         found = float(twonn.function(nearest_neighbors(distinct, 2))) if len(distinct) > 3 else math.nan
     else:
-        raise SpecError(f"a rank is a number or one of {', '.join(RANK_RULES)}; came {rule!r}")
+        found = 1.0 + float((values.cumsum(0) < _share_of(rule) * values.sum()).sum())
     if not math.isfinite(found):
         raise StatesError(f"the rank by {rule} is not known for these states: give a number")
     chosen = min(max(round(found), 1), max(dim // 2, 1))
