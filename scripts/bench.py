@@ -688,7 +688,7 @@ def probe_of(model: Any) -> Any:
     spec = Spec(model="bench", metrics=("alignment",), tokens=POINTS, seq_len=64)
     probe = draw_probe(spec, model.tokenizer, read_corpus())
     probed = Probed(model=model, probe=probe, sites=select_sites(model.layout, ("*",)), spec=spec)
-    assert len(probed.fit_states) == len(probed.gradients.sites)
+    assert len(probed.proxy_states) == len(probed.gradients.sites)
     return probed
 
 

@@ -33,7 +33,7 @@ from anisoscope.tangent.inference import (
 from anisoscope.tangent.local import local_alignment
 from anisoscope.tangent.means import without_mean
 from anisoscope.tangent.pinning import follow_centroids, log_trend, pin_types
-from anisoscope.tangent.proxies import LocalProxy, fit_global, fit_local, fit_proxy, stack_bases
+from anisoscope.tangent.proxies import LocalProxy, Proxy, fit_global, fit_local, fit_proxy, stack_bases
 from anisoscope.tangent.share_controls import permuted_shares, uncoupled_shares
 from anisoscope.tangent.windows import pair_each, pair_windows, signal_to_noise, stack_windows
 
@@ -591,6 +591,51 @@ def test_anisotropy_shares_are_those_of_the_projected_moment() -> None:
     for column, (removal, draws) in enumerate(zip(removals, (30, LED_DRAWS, LED_DRAWS, 30), strict=True)):
         assert removal.normal == pytest.approx(normals[:draws, column].mean(), rel=1e-6, abs=1e-9)
         assert removal.p == 1 / (draws + 1)
+
+
+@pytest.mark.parametrize("left", [0.1, 1e-2, 1e-3, 1e-4, 2e-5])
+def test_shares_are_known_where_nearly_all_of_a_gradient_lies_in_the_proxy(left: float) -> None:
+    """From float32 gradients and bases: what is left is a small difference of large numbers."""
+    dim, rank = 96, 8
+    turn = torch.linalg.qr(torch.randn(2, dim, dim, generator=torch.Generator().manual_seed(0)).double()).Q
+    inside, outside = torch.arange(1, rank + 1).double() ** -1.5, torch.arange(1, dim - rank + 1).double() ** -0.8
+    values = torch.cat([inside * (1 - left) / inside.sum(), outside * left / outside.sum()])
+    gradient = (turn[0] * values.sqrt() @ turn[1].T).float()
+    basis = turn[1].float()
+    proxy = Proxy(
+        basis=basis[:, :rank],
+        mean=torch.zeros(dim).double(),
+        following=basis[:, rank : 2 * rank],
+        last=basis[:, :0],
+        explained=math.nan,
+        method="pca",
+        centred=True,
+    )
+    moment = second_moment(gradient)
+    found = anisotropy_share(moment, proxy, draws=30)
+
+    def star(spectrum: Tensor) -> float:
+        spectrum = 0.75 * spectrum + 0.25 * spectrum.mean()
+        return float((spectrum.sum() ** 2 / spectrum.square().sum() - 1) / (len(spectrum) - 1))
+
+    rest = values[rank:]
+    exact = star(rest) - star(values), float(values[0] - rest[0] / rest.sum())
+    assert found.isoscore_change.tangent == pytest.approx(exact[0], abs=1e-4 if left > 1e-4 else 2e-3)
+    assert found.leading_drop.tangent == pytest.approx(exact[1], abs=1e-4 if left > 1e-4 else 2e-3)
+    assert found.note is None
+    ((controls,),) = uncoupled_shares(moment[None], [[proxy]], [[found]], zeta=0.25, draws=30)
+    assert controls["isoscore_change"]["haar"].p == 1 / 31
+
+
+def test_what_float32_cannot_tell_of_the_rest_of_a_gradient_is_not_told() -> None:
+    proxy = fit_global(decaying(600, 32, seed=1), rank=4)
+    rows = normal(600, 4) @ proxy.basis.T + 1e-4 * normal(600, 32, seed=5)
+    found = anisotropy_share(second_moment(rows), proxy, draws=30)
+    assert math.isnan(found.isoscore_change.tangent)
+    assert math.isnan(found.leading_drop.tangent)
+    assert math.isnan(found.isoscore_change.p)
+    assert found.anisotropic_energy.p == 1 / 31
+    assert found.note == "less than 1e-05 of the gradients' energy is left without it"
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])

@@ -20,6 +20,9 @@ from anisoscope.tangent.proxies import Proxy
 
 # Normal spaces whose spectrum is looked at, and the residual at which leading axes of C have settled for it.
 LED_DRAWS, SETTLED_AXES = 20, 1e-4
+# Shares of the energy outside a tangent space: below the first its leading axis is looked for in float64, below the
+# second float32 gradients do not tell what is left (IsoScore* of it is within .01 of the truth there).
+THIN, LEAST_LEFT = 1e-3, 1e-5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +118,10 @@ def anisotropy_shares(
     left, rest = (one.unflatten(1, (-1, 2)) for one in left_without(moments, squares, bases[:, :, :2].flatten(1, 2)))
     along = (axes[:, None, None, :, :rank].mT @ bases).double().square().sum(4)
     left, rest, along, values, totals, squares = (one.cpu() for one in (left, rest, along, values, totals, squares))
+    for at, place in usable:
+        if left[at, place, 0] < THIN * totals[at]:
+            alone = orthonormal(bases[at : at + 1, place : place + 1, 0])
+            left_leading[at, place, 0] = leading_without(moments[at : at + 1].double(), alone)[0, 0]
     known = totals.new_tensor(leading.shares)
     for size in {proxies[at][place].rank for at, place in usable}:
         some = [(at, place) for at, place in usable if proxies[at][place].rank == size]
@@ -131,7 +138,7 @@ def anisotropy_shares(
             left=torch.cat([left[index], total * (1 - normal)], 1),
             left_squares=torch.cat([rest[index], normal_squares], 1),
         )
-        drops = known[index[0], None] - left_leading[index] / without.left[:, : left_leading.shape[2]]
+        drops = known[index[0], None] - left_leading[index] / without.told[:, : left_leading.shape[2]]
         ways = {
             "isoscore_change": without.isoscore_changes(zeta),
             "leading_drop": drops,
@@ -140,7 +147,9 @@ def anisotropy_shares(
         }
         every = zip(*(_removals(one) for one in ways.values()), strict=True)
         for (at, place), one in zip(some, every, strict=True):
-            shares[at][place] = AnisotropyShare(**dict(zip(ways, one, strict=True)))
+            thin = left[at, place, 0] < LEAST_LEFT * totals[at]
+            note = f"less than {LEAST_LEFT:g} of the gradients' energy is left without it" if thin else None
+            shares[at][place] = AnisotropyShare(**dict(zip(ways, one, strict=True)), note=note)
     return shares
 
 
@@ -155,10 +164,15 @@ class Without:
     left: Float[Tensor, "*s"]
     left_squares: Float[Tensor, "*s"]
 
+    @property
+    def told(self) -> Float[Tensor, "*s"]:
+        """What is left, where it is enough for its spectrum to be known; NaN elsewhere."""
+        return torch.where(self.left < LEAST_LEFT * self.total, math.nan, self.left)
+
     def isoscore_changes(self, zeta: float) -> Float[Tensor, "*s"]:
         """(a)."""
         whole = _isoscore(self.total, self.squares, self.dim, zeta)
-        return _isoscore(self.left, self.left_squares.clamp_min(0), self.dim - self.rank, zeta) - whole
+        return _isoscore(self.told, self.left_squares.clamp_min(0), self.dim - self.rank, zeta) - whole
 
     def anisotropic_energies(self) -> Float[Tensor, "*s"]:
         """(d), by ‖P(C - l̄I)P‖² = ‖PCP‖² - 2l̄ tr PCP + l̄²(d - r)."""
@@ -171,13 +185,24 @@ class Without:
 def left_without(
     moments: Float[Tensor, "*s d d"], squares: Float[Tensor, "*s"], bases: Float[Tensor, "*s k d r"]
 ) -> tuple[Float[Tensor, "*s k"], Float[Tensor, "*s k"]]:
-    """tr PCP and ‖PCP‖² without each of several subspaces, of C and ‖C‖²; float64. Columns of zeros do nothing."""
+    """tr PCP and ‖PCP‖² without each of several subspaces, of C and ‖C‖². Columns of zeros do nothing.
+
+    ‖PCP‖² = ‖C‖² - 2‖CQ‖² + ‖QᵀCQ‖², which for a C that lies in Q is a small difference of large numbers and asks for a
+    basis that is orthonormal to more than float32 knows: all in float64.
+    """
+    bases, moments = orthonormal(bases), moments.double()
     images = (moments @ bases.transpose(-3, -2).flatten(-2)).unflatten(-1, (bases.shape[-3], -1)).transpose(-3, -2)
     inside = bases.mT @ images
-    held = inside.diagonal(dim1=-2, dim2=-1).double().sum(-1)
-    totals = moments.diagonal(dim1=-2, dim2=-1).double().sum(-1, keepdim=True)
-    rest = inside.double().square().sum((-2, -1)) - 2 * images.double().square().sum((-2, -1))
+    held = inside.diagonal(dim1=-2, dim2=-1).sum(-1)
+    totals = moments.diagonal(dim1=-2, dim2=-1).sum(-1, keepdim=True)
+    rest = inside.square().sum((-2, -1)) - 2 * images.square().sum((-2, -1))
     return totals - held, squares[..., None] + rest
+
+
+def orthonormal(bases: Float[Tensor, "*s d r"]) -> Float[Tensor, "*s d r"]:
+    """Bases that are orthonormal but for rounding, in float64: Q(3I - QᵀQ)/2, which squares what is missing."""
+    exact = bases.double()
+    return 1.5 * exact - 0.5 * exact @ (exact.mT @ exact)
 
 
 def _beside(
