@@ -98,6 +98,27 @@ def test_a_share_of_anisotropy_counts_beyond_that_of_random_normals() -> None:
     assert below.holds is None
 
 
+def test_of_several_settings_of_a_checkpoint_one_is_judged_and_the_others_are_counted() -> None:
+    """Which would otherwise be mixed block by block, or the last key would speak for all."""
+    floor, high = np.full(BLOCKS, 0.005), np.full(BLOCKS, 20.0)
+    weak = rows(np.full(BLOCKS, 0.01), np.full(BLOCKS, 0.9), high, floor, key="a", points=100, rank=4)
+    strong = rows(np.full(BLOCKS, 0.2), floor, high, floor, key="b", points=200, rank=16)
+    for parts in ((weak, strong), (strong, weak)):
+        found = judged(*parts)["tangent enrichment"]
+        assert found.effect == pytest.approx(0.2)
+        assert "1 unit of the same checkpoints under other settings left out" in found.text
+    # Of a later version whatever its points; of equals the first key.
+    newer = [row | {"metric_version": 2} for row in weak]
+    assert judged(strong, newer)["tangent enrichment"].effect == pytest.approx(0.01)
+    alike = [row | {"points": 100} for row in strong]
+    assert judged(alike, weak)["tangent enrichment"].effect == pytest.approx(0.01)
+    # Other gradients or proxies in units of their own are no other settings; blocks of two units are not mixed.
+    halves = [row | {"key": "c"} for row in strong[: BLOCKS // 2]], strong[BLOCKS // 2 :]
+    other = rows(np.full(BLOCKS, 0.2), floor, high, floor, key="d", points=200, proxy="seminmf")
+    assert "left out" not in judged(strong, other)["tangent enrichment"].text
+    assert judged(*halves)["tangent enrichment"].replicates == BLOCKS // 2
+
+
 def energy_shares(value: float, **controls: tuple[float, float | None]) -> list[dict[str, Any]]:
     """Rows of a share, one for each block and control: its value there, and p."""
     level = np.full(BLOCKS, value)

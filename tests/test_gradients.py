@@ -473,8 +473,8 @@ def test_compiled_modules_are_run_as_they_were_written(inside: bool) -> None:
     torch._dynamo.reset()
 
 
-def train(name: str, mode: str, *, probing: bool) -> list[Tensor]:
-    """Four steps with dropout; losses and weights."""
+def train(name: str, mode: str, look: Callable[[Model], Any] = lambda _: None) -> list[Tensor]:
+    """Four steps with dropout, each of two batches; losses and weights. The look is inside autocast where that is."""
     model = build(name, torch.float32)
     module = model.module.train()
     if mode == "checkpointing":
@@ -486,10 +486,10 @@ def train(name: str, mode: str, *, probing: bool) -> list[Tensor]:
         for _ in range(2):
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=mode in ("autocast", "scaler")):
                 loss = plain_loss(model, windows_of())[0]
+                look(model)
             scaler.scale(loss).backward()
             losses.append(loss.detach())
-            if probing:
-                everything(model)
+            look(model)
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
@@ -499,9 +499,33 @@ def train(name: str, mode: str, *, probing: bool) -> list[Tensor]:
 @pytest.mark.parametrize("mode", ["plain", "autocast", "scaler", "checkpointing"])
 @pytest.mark.parametrize("name", ["gpt2", "bert"])
 def test_training_has_the_same_bits_with_and_without(name: str, mode: str) -> None:
-    with_it, without = train(name, mode, probing=True), train(name, mode, probing=False)
+    with_it, without = train(name, mode, everything), train(name, mode)
     assert all(torch.equal(one, other) for one, other in zip(with_it, without, strict=True))
     assert with_it[0] != with_it[1], "dropout is on"
+
+
+@pytest.mark.parametrize("mode", ["plain", "autocast", "scaler", "checkpointing"])
+@pytest.mark.parametrize("name", ["gpt2", "bert"])
+def test_numbers_inside_a_training_are_those_of_a_plain_float32_loop(name: str, mode: str) -> None:
+    """Amid accumulated and scaled gradients, with dropout on and inside autocast; at every look anew."""
+    looks: list[tuple[dict[str, Any], ProbeGradients]] = []
+
+    def look(model: Model) -> None:
+        found = everything(model)
+        with torch.autocast("cpu", enabled=False):
+            looks.append((plain_loop(model, windows_of()), found))
+
+    train(name, mode, look)
+    assert len(looks) == 16
+    for expected, found in looks:
+        for site, pair in found.sites.items():
+            if site.name in expected:
+                values, gradients = expected[site.name]
+                assert close(pair.values, values, 1e-5), site.name
+                assert close(pair.gradients, gradients, 1e-5), site.name
+    # The weights moved, and the numbers with them.
+    (first, _), *_, (last, _) = looks
+    assert not close(first["block.1"][1], last["block.1"][1], 0.05)
 
 
 class PlainForCausalLM(nn.Module):

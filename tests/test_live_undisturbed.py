@@ -75,6 +75,42 @@ def test_numbers_do_not_depend_on_autocast(autocast: torch.dtype, watch: Any) ->
         assert [row.values for row in one.records] == [row.values for row in two.records]
 
 
+@pytest.mark.parametrize("mode", ["accumulation", "float16 and a scaler", "inside autocast"])
+def test_alignment_inside_a_loop_is_that_of_the_same_weights_outside_it(
+    mode: str, watch: Any, corpus_file: Path
+) -> None:
+    kept: dict[int, dict[str, Tensor]] = {}
+    model = make_model()
+    metrics = ("tangent_energy", "tangent_excess", "normal_ratio")
+    opening = watch(spec=spec_for(corpus_file, metrics=metrics, tokens=1024, rank=4), when=lambda step: step in (0, 4))
+
+    def keeping(module: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+        def keep(*_: Any) -> None:
+            kept[len(kept)] = {name: value.clone() for name, value in module.state_dict().items()}
+
+        keep()
+        optimizer.register_step_post_hook(keep)
+        return opening(module, optimizer)
+
+    scope = train(keeping, model=model, **MODES[mode]).scope
+    assert scope is not None
+    assert scope.summary["failed"] == 0
+    seen = []
+    for step in (0, 4):
+        model.load_state_dict(kept[step])
+        model.zero_grad()
+        plain = replace(scope.spec, run=None, weights=None, step=None)
+        outside = an.measure(
+            plain, model=model.eval(), tokenizer=scope._tokenizer, probe=scope._drawn(), progress=False
+        )
+        inside = scope.store.get(replace(scope.spec, step=step).key)
+        mine = [row for row in inside.records if "fit=" not in (row.variant or "")]
+        assert [row.value for row in mine] == [row.value for row in outside.records]
+        assert {row.gradient for row in mine} == {"virtual", "activation"}
+        seen.append([row.value for row in mine])
+    assert seen[0] != seen[1]
+
+
 def draw_numbers(moments: Any) -> Tensor:
     np.random.rand()  # noqa: NPY002
     random.random()
