@@ -32,8 +32,8 @@ from anisoscope.held import (
     Held,
     Place,
     enrichment_rows,
-    hold_against,
 )
+from anisoscope.holding import hold_against
 from anisoscope.kernels.gram import limit_on, norms_of_each
 from anisoscope.metrics import Metric, all_metrics
 from anisoscope.past import Past, sketch

@@ -94,12 +94,13 @@ def anisotropy_shares(
     spaces: Sequence[Sequence[RandomSpaces | None]],
     *,
     leading: Leading | None = None,
+    search: bool = True,
     zeta: float = 0.25,
 ) -> list[list[AnisotropyShare]]:
     """Of several moments, each for proxies of its own, with one search for all leading eigenvalues.
 
     `spaces` are those of `energies.spaces_beside`, with at least LED_DRAWS bases for proxies that have a normal space;
-    `leading` has at least as many axes as they have directions.
+    `leading` has at least as many axes as they have directions. Without a `search` for axes, (b) and (c) are unknown.
     """
     totals = moments.diagonal(dim1=1, dim2=2).double().sum(1)
     squares = torch.linalg.matrix_norm(moments.double()).square()
@@ -108,17 +109,20 @@ def anisotropy_shares(
     usable = [(at, place) for at, mine in enumerate(notes) for place, note in enumerate(mine) if note is None]
     if not usable:
         return shares
-    bases = _beside(moments, proxies, spaces, usable)
+    bases = _beside(moments, proxies, spaces, usable, LED_DRAWS if search else 0)
     rank = bases.shape[-1]
     leading = find_leading(moments, rank) if leading is None else leading
     values, axes = leading.values, leading.axes
-    # Random normal spaces leave the first axis about where it is; the tangent space leaves others.
-    near = (axes.double() @ (values / values[:, :1]).nan_to_num().square()[..., None])[..., 0]
-    left_leading = leading_without(moments, bases.flatten(1, 2), near=near).unflatten(1, bases.shape[1:3])
+    left_leading = torch.full(bases.shape[:3], math.nan, dtype=torch.float64)
+    if search:
+        # Random normal spaces leave the first axis about where it is; the tangent space leaves others.
+        near = (axes.double() @ (values / values[:, :1]).nan_to_num().square()[..., None])[..., 0]
+        left_leading = leading_without(moments, bases.flatten(1, 2), near=near).unflatten(1, bases.shape[1:3])
     left, rest = (one.unflatten(1, (-1, 2)) for one in left_without(moments, squares, bases[:, :, :2].flatten(1, 2)))
     along = (axes[:, None, None, :, :rank].mT @ bases).double().square().sum(4)
+    along = along if search else torch.full_like(along, math.nan)
     left, rest, along, values, totals, squares = (one.cpu() for one in (left, rest, along, values, totals, squares))
-    for at, place in usable:
+    for at, place in usable if search else ():
         if left[at, place, 0] < THIN * totals[at]:
             alone = orthonormal(bases[at : at + 1, place : place + 1, 0])
             left_leading[at, place, 0] = leading_without(moments[at : at + 1].double(), alone)[0, 0]
@@ -210,19 +214,21 @@ def _beside(
     proxies: Sequence[Sequence[Proxy]],
     spaces: Sequence[Sequence[RandomSpaces | None]],
     usable: Sequence[tuple[int, int]],
+    draws: int,
 ) -> Float[Tensor, "s k m d r"]:
     """Tangent first, next second, then the random ones, for every moment and proxy; zeros where there is less."""
     every = []
     for at, place in usable:
         proxy, here = proxies[at][place], spaces[at][place]
         assert here is not None
-        every.append((proxy.basis, proxy.following[:, : proxy.rank], here.normal_bases[:LED_DRAWS]))
+        every.append((proxy.basis, proxy.following[:, : proxy.rank], here.normal_bases[:draws]))
     most = max(len(mine) for mine in proxies)
     if len(every) == len(moments) * most and len({one[2].shape for one in every}) == 1:
         tangent, following, normal = (torch.stack(part) for part in zip(*every, strict=True))
         stacked = torch.cat([tangent[:, None], following[:, None], normal], 1)
         return stacked.unflatten(0, (-1, most)).to(moments)
-    draws, dim, rank = max(normal.shape for *_, normal in every)
+    rank, dim = max(basis.shape[1] for basis, *_ in every), moments.shape[1]
+    draws = max(len(normal) for *_, normal in every)
     found = moments.new_zeros(len(moments), most, 2 + draws, dim, rank)
     for (at, place), parts in zip(usable, every, strict=True):
         mine = found[at, place, :, :, : parts[0].shape[1]]
