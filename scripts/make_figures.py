@@ -22,7 +22,7 @@ docs/runs/pocket-curvature-encoder (one of the twelve). All but the first two we
         anisoscope measure pocket-KIND@stepSTEP --tokens 8192 --seq-len 128 -o docs/runs/pocket-shuffled
                            --metrics tangent_energy,tangent_excess,normal_ratio --populations typical --sites 'block.*'
                            --controls shuffled_targets
-        (without its attachments)
+        (all three without their attachments)
     for kind, layout in (decoder, gpt_neox), (encoder, eurobert); exponent in 1.0, 0.5; seed in 0, 1, 2:
         anisoscope train --corpus enwik8 --kind KIND --layout LAYOUT --layers 6 --width 112 --heads 7 --vocabulary 2048
                          --seq-len 256 --batch-size 8 --steps 768 --learning-rate 2e-3 --warmup 50 --checkpoints 13
@@ -150,8 +150,8 @@ def find_figures(runs: Iterable[str] = tuple(SHOWN)) -> Iterator[tuple[str, figu
     """The figures shown, each with the name of its run; refused where a run no longer has one."""
     for run in runs:
         wanted, store = SHOWN[run], Store(DOCS / "runs" / run)
-        table, few = store.table(), run not in ("pocket", "large", "pocket-gradients", "large-gradients")
-        units = [store.get(key) for key in sorted(store.keys())] if few else []
+        table, attached = store.table(), run in ("pocket-sites", "pocket-concepts")
+        units = [store.get(key) for key in sorted(store.keys())] if attached else []
         found = figures.catalogue(table, units=units, verdicts=judge(table) if run == "pocket" else ())
         there = {figure.name: figure for figure in found if figure.error is None}
         if missing := [name for name in wanted if name not in there]:

@@ -33,6 +33,7 @@ COMPUTING = (
     {"gradients", "updates"},
     {"probed", "past"},
     {"held"},
+    {"holding"},
     {"alignment", "pinning", "curvature", "concepts"},
     {"handed", "looks"},
     {"running"},
