@@ -113,6 +113,18 @@ def test_rows_that_differ_in_more_than_their_site_are_told_apart(tmp_path: Path)
     assert all(900 < int(words[-1]) <= 1024 for words in lines)
 
 
+def test_words_that_mean_nothing_are_usage_errors() -> None:
+    small = ("measure", "pocket-decoder", "--tokens", "512", "--seq-len", "32")
+    for flags, told in (
+        (("--controls", "foo"), "--controls takes type_disjoint"),
+        (("--controls", "shares", "--metrics", "tangent_excess"), "is about tangent_anisotropy_share"),
+        (("--rank", "foo"), "a rank is a number or one of"),
+    ):
+        done = call(*small, *flags)
+        assert done.exit_code == 2
+        assert told in done.stderr
+
+
 def test_every_setting_has_a_flag() -> None:
     known = set(inspect.signature(spec_flags).parameters)
     # What a model is and where it comes from is said otherwise; earlier proxies are found by --follow.

@@ -77,7 +77,7 @@ def tangent_energy(found: Enrichment) -> float:
 
     By itself it says little: a weight gradient lies where states vary whether or not there is a signal, so E is near
     the share of the states' variance in Q even for gradients drawn at random. Its interval is over windows (virtual)
-    or documents (activation).
+    or documents (activation). Masked models are probed on masked text, at the same positions in every window.
     """
     return found.energy
 
@@ -201,7 +201,8 @@ def tangent_anisotropy_share(found: Removed) -> float:
     against random normal subspaces (p) and, in a row of its own, against the next r principal directions. With
     `--controls shares` the isoscore and the energy also against what decides for energies (p), in rows of their own:
     windows paired anew for coupled gradients, uniform and sign-flipped subspaces for uncoupled ones. Of the two the
-    energy shows what is planted in a coupled gradient, the isoscore hardly (docs/tangent.md).
+    energy shows what is planted in a coupled gradient, the isoscore hardly (docs/tangent.md). With the mean projected
+    out of the proxy there are these two alone. NaN where less than 1e-5 of the gradients' energy is left.
     How the source takes them out is not known; zeros in the place of directions would lower IsoScore* by themselves.
     """
     return found.change
