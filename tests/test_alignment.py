@@ -241,7 +241,7 @@ def test_what_cannot_be_asked_is_refused(decoder: Model) -> None:
         an.measure(spec_for(proxy="ica"), model=decoder, progress=False)
     with pytest.raises(SpecError, match="controls are type_disjoint, shuffled_targets, paper_normals, shares"):
         an.measure(spec_for(controls=("shuffled",)), model=decoder, progress=False)
-    with pytest.raises(SpecError, match="the control shares is about tangent_anisotropy_share: add it"):
+    with pytest.raises(SpecError, match="the control shares is about tangent_anisotropy_share: ask for it"):
         an.measure(spec_for(controls=("shares",), metrics=("tangent_excess",)), model=decoder, progress=False)
     with pytest.raises(SpecError, match="a rank is a number or one of variance:SHARE, twonn, participation_ratio"):
         an.measure(spec_for(rank="foo", metrics=("mean_cosine",)), model=decoder, progress=False)

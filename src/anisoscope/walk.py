@@ -40,7 +40,9 @@ def resolve(spec: Spec, *, corpus: Corpus | None = None, model: Model | None = N
     for control, shown in CONTROLS.items():
         # Units that hold gradients against the past have a part of the metrics that were asked for.
         if control in spec.controls and spec.proxy_from is None and not {item.name for item in metrics} & {*shown}:
-            raise SpecError(f"the control {control} is about {' or '.join(shown)}: add it to the metrics")
+            raise SpecError(
+                f"the control {control} is about {' or '.join(shown)}: ask for it, or leave the control out"
+            )
     asked = dict(item for item in spec.metrics if not isinstance(item, str))
     for metric in metrics:
         if asked.get(metric.name, metric.version) != metric.version:

@@ -60,7 +60,7 @@ def judge_paper(paper: Paper, table: pa.Table, *, keys: Collection[str] | None =
 
 
 # Measured for several gradients; the one named beforehand is judged, since each more would cost power.
-_OF_SEVERAL = ("tangent_energy", "tangent_gain", "tangent_excess", "normal_ratio")
+_OF_SEVERAL = ("tangent_energy", "tangent_gain", "tangent_excess", "normal_ratio", "tangent_anisotropy_share")
 _GRADIENT = "virtual"
 
 

@@ -206,7 +206,9 @@ BERNAS2026 = Paper(
     ),
     kinds=("decoder", "encoder"),
     asked=({"sites": ("block.*",)},),
-    asked_last=({"sites": ("block.*",), "metrics": ("pinning", "curvature"), "populations": ("content",)},),
+    asked_last=(
+        {"sites": ("block.*",), "metrics": ("pinning", "curvature"), "populations": ("content",), "controls": ()},
+    ),
     pocket={
         "reconstructed": {
             "tokens": 10240,
