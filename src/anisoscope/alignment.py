@@ -41,7 +41,8 @@ from anisoscope.probed import Probed, ProbeRow
 from anisoscope.records import CONTROLS, Site
 from anisoscope.tangent.energies import uncoupled_alignments
 from anisoscope.tangent.means import without_mean
-from anisoscope.tangent.proxies import Proxy, fit_each, rank_within
+from anisoscope.tangent.proxies import Proxy, fit_each
+from anisoscope.tangent.ranks import rank_within
 
 VIEWS = ("enrichment", "removal", "trend", "turn")
 GRADIENTS = ("virtual", "activation")

@@ -29,7 +29,8 @@ from anisoscope.tangent.concepts import (
     sparse_codes,
 )
 from anisoscope.tangent.energies import Alignment, uncoupled_alignment
-from anisoscope.tangent.proxies import Proxy, fit_global, rank_within
+from anisoscope.tangent.proxies import Proxy, fit_global
+from anisoscope.tangent.ranks import rank_within
 from anisoscope.tracks import PREFIX, Concepts, match_threshold, partner_cosines, render_context
 
 VIEWS = ("concepts",)

@@ -23,7 +23,8 @@ from anisoscope.records import Checkpoint, Record, Site, Spec, Unit
 from anisoscope.store import Store
 from anisoscope.tangent.dynamics import update_alignment
 from anisoscope.tangent.energies import Alignment
-from anisoscope.tangent.proxies import fit_global, rank_within
+from anisoscope.tangent.proxies import fit_global
+from anisoscope.tangent.ranks import rank_within
 from anisoscope.text import Windows, token_frequencies
 from anisoscope.trace import run_module, state_given
 from anisoscope.walk import FORWARD_TOKENS, draw, resolve

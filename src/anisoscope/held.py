@@ -30,7 +30,8 @@ from anisoscope.tangent.energies import (
 )
 from anisoscope.tangent.frequency import ByFrequency
 from anisoscope.tangent.local import local_alignment
-from anisoscope.tangent.proxies import Proxy, bases_of, fit_local, rank_within
+from anisoscope.tangent.proxies import Proxy, bases_of, fit_local
+from anisoscope.tangent.ranks import rank_within
 from anisoscope.tangent.share_controls import ShareControls
 from anisoscope.tangent.windows import pair_each
 

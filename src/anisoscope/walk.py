@@ -16,7 +16,7 @@ from anisoscope.revisions import place_in_training, place_of
 from anisoscope.running import FORWARD_TOKENS as FORWARD_TOKENS
 from anisoscope.running import Run, settings_of
 from anisoscope.sources import hash_weights, is_commit, locate, split_pocket
-from anisoscope.tangent.proxies import check_rank
+from anisoscope.tangent.ranks import check_rank
 from anisoscope.text import Windows, draw_windows
 
 

@@ -16,13 +16,11 @@ from torch import Tensor
 from anisoscope.errors import SpecError, StatesError
 from anisoscope.kernels.gram import center, for_products, working_dtype
 from anisoscope.kernels.leading import SPARE_AXES, leading_axes, small_eigh
-from anisoscope.kernels.neighbors import drop_duplicates, nearest_neighbors
 from anisoscope.kernels.seminmf import BASIS_WIDTH, semi_nmfs
-from anisoscope.metrics.neighbors import twonn
 from anisoscope.tangent.clouds import center_clouds, pad_clouds
+from anisoscope.tangent.ranks import choose_rank
 
 METHODS = ("pca", "svd", "seminmf", "local_pca")
-RANK_RULES = ("variance:SHARE", "twonn", "participation_ratio")
 # The paper fits on the first part of a run's checkpoints, once and for good.
 FROZEN_SHARE = 0.3
 NEIGHBORS = 48
@@ -304,61 +302,6 @@ def _others(spread: _Spread, bases: Sequence[Tensor], last: bool) -> list[Float[
         axes = leading_axes(stack, dim if last else min(size, dim - size), spare=0 if last else SPARE_AXES)[1]
         found |= dict(zip(here, axes[:, :, : dim - size], strict=True))
     return [found[place] for place in range(len(bases))]
-
-
-def check_rank(rule: int | str) -> None:
-    """Refuse what is neither a number of directions nor a rule that gives one."""
-    if isinstance(rule, int):
-        if rule < 1:
-            raise SpecError(f"a rank is at least 1; came {rule}")
-    elif rule.partition(":")[0] == "variance":
-        _share_of(rule)
-    elif rule not in RANK_RULES:
-        raise SpecError(f"a rank is a number or one of {', '.join(RANK_RULES)}; came {rule!r}")
-
-
-def _share_of(rule: str) -> float:
-    """The share of the variance that a rank is to hold, .9 where it is not said."""
-    try:
-        share = float(rule.partition(":")[2] or "0.9")
-    except ValueError:
-        share = math.nan
-    if not 0 < share < 1:
-        raise SpecError(f"rank by variance needs a share between 0 and 1, as variance:0.9; came {rule!r}")
-    return share
-
-
-def choose_rank(
-    rule: int | str, values: Float[Tensor, " k"], states: Float[Tensor, "n d"]
-) -> tuple[int, tuple[str, ...]]:
-    """The number of directions that a rule asks for, at most half of all: normal controls need as many again.
-
-    `variance:0.9`: the fewest that hold this share of the variance; `participation_ratio`: (Σλ)²/Σλ²; `twonn`: the
-    intrinsic dimension of the states (the last checkpoint's). Both are rounded.
-    """
-    check_rank(rule)
-    dim = states.shape[1]
-    if isinstance(rule, int):
-        if rule >= dim:
-            raise SpecError(f"a proxy of {dim} coordinates has a rank from 1 to {dim - 1}; came {rule}")
-        return rule, ()
-    if rule == "participation_ratio":
-        found = float(values.sum().square() / values.square().sum())
-    elif rule == "twonn":
-        distinct = states[drop_duplicates(states).index]
-        found = float(twonn.function(nearest_neighbors(distinct, 2))) if len(distinct) > 3 else math.nan
-    else:
-        found = 1.0 + float((values.cumsum(0) < _share_of(rule) * values.sum()).sum())
-    if not math.isfinite(found):
-        raise StatesError(f"the rank by {rule} is not known for these states: give a number")
-    chosen = min(max(round(found), 1), max(dim // 2, 1))
-    limited = f"; limited to {chosen}, half of the coordinates" if chosen < round(found) else ""
-    return chosen, (f"rank {found:.4g} by {rule}{limited}",)
-
-
-def rank_within(rule: int | str, width: int) -> int | str:
-    """A number at most half of the coordinates, as the normal controls need; a rule as it is."""
-    return rule if isinstance(rule, str) else min(rule, width // 2)
 
 
 def _cone_bases(spread: _Spread, ranks: Sequence[int], concepts: int | None, seed: int) -> list[Float[Tensor, "d r"]]:
