@@ -195,7 +195,8 @@ def test_the_notebook_runs_and_says_what_its_text_says(tmp_path: Path) -> None:
     assert "“bell” does not hold" in said
     assert "large-encoder step   38: 0.761" in said
     assert "{'True': 0, 'False': 5, 'None': 50}" in said
-    assert "step    0  hardest control  0.63, exceeded in 0 blocks of 6" in said
+    assert "step    0  hardest control  0.88, exceeded in 6 blocks of 6" in said
+    assert "step   64  hardest control  0.98, exceeded in 0 blocks of 6" in said
 
 
 def test_a_notebook_that_fails_is_seen(tmp_path: Path) -> None:
