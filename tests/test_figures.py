@@ -528,8 +528,11 @@ def test_bins_keep_the_intervals_of_their_rows() -> None:
         (-4.5, "mean=in"),
         (-3.5, "mean=in"),
     ]
-    (found,) = [one for one in catalogue(stated) if one.name.startswith("alignment_bins")]
+    without = record((0.3,), bin=0, step=5, **{**how, "variant": "mean=out;log10_frequency=-4.50"})
+    both = table_of(*of_bins, without)
+    (found,) = [one for one in catalogue(both) if one.name.startswith("alignment_bins")]
     assert len(found.data) == 2
+    assert column(alignment_bins_data(both, model="m", variant="mean=out"), "value") == [0.3]
 
 
 def test_curvature_goes_by_the_exponent_that_is_stated() -> None:

@@ -194,6 +194,14 @@ def test_only_the_gradient_and_proxy_named_beforehand_are_judged() -> None:
     outcomes = judge_paper(find_paper("bernas2026"), table(aligned("tangent_excess", 0.2, 0.005), *others))
     (found,) = [o for o in outcomes if (o.claim, o.view) == ("tangent enrichment", "our control")]
     assert found.effect == pytest.approx(0.2)
+    how = {"control": "permuted", "control_value": 0.1}
+    shares = [
+        aligned("tangent_anisotropy_share", value, 0.005, variant=f"mean={mean};share=energy", **how)
+        for mean, value in (("in", 0.4), ("out", 0.9))
+    ]
+    outcomes = judge_paper(find_paper("bernas2026"), table(*shares))
+    (found,) = [o for o in outcomes if (o.claim, o.view) == ("share of gradient anisotropy", "our control")]
+    assert found.effect == pytest.approx(0.3)
 
 
 @pytest.mark.parametrize("paper", PAPERS.values(), ids=PAPERS)
