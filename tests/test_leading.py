@@ -62,6 +62,25 @@ def test_axes_are_those_of_a_whole_decomposition(matrices: Tensor, dtype: torch.
         assert float((whole[:, :kept].T @ vectors[:, :kept]).square().sum()) == pytest.approx(kept, abs=1e-3), name
 
 
+@pytest.mark.parametrize("dim", [72, 112, 256, 300])
+def test_narrow_matrices_are_searched_beside_a_gpu(dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a CPU decomposes them whole; also what is left without a basis, and nothing at all."""
+    for limit in (leading.WHOLE_DIM, leading.WHOLE_RATIO):
+        monkeypatch.setitem(limit, "cpu", limit["cuda"])
+    turn, spectra = orthonormal(dim, dim, seed=9), [spectrum[:dim] for spectrum in SPECTRA.values()]
+    full = torch.stack([moment(normal(900, dim, seed=7) * spectrum @ turn) for spectrum in spectra])
+    rest = torch.eye(dim).double() - turn[:, :16] @ turn[:, :16].T
+    several = torch.cat([full, rest @ full @ rest, torch.zeros(1, dim, dim)]).float()
+    monkeypatch.setattr(leading, "_whole", None)
+    values, axes = leading_axes(several, 16)
+    exact = torch.linalg.eigvalsh(several.double()).flip(1).clamp_min(0)
+    torch.testing.assert_close(values[:, :16], exact[:, :16], rtol=1e-6, atol=1e-9)
+    found = axes.double()
+    torch.testing.assert_close(found.mT @ found, torch.eye(24).double().expand(len(axes), 24, 24), atol=1e-6, rtol=0)
+    held = (found[:, :, :16].mT @ several.double() @ found[:, :, :16]).diagonal(dim1=1, dim2=2).sum(1)
+    torch.testing.assert_close(held, exact[:, :16].sum(1), rtol=1e-6, atol=1e-9)
+
+
 def test_matrices_that_do_not_settle_are_decomposed_whole(matrices: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leading, "LOOKS", 1)
     values, axes = leading_axes(matrices, 16, settled=0.0)

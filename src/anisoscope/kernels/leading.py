@@ -14,7 +14,8 @@ from torch.nn.functional import normalize
 from anisoscope.kernels.gram import limit_on
 
 # Up to so many coordinates, and up to so many times the axes that are looked for, a whole decomposition comes sooner.
-WHOLE_DIM, WHOLE_RATIO = 256, 3
+# Beside a GPU it is the host that decomposes, one matrix after the other, and the GPU that searches in all at once.
+WHOLE_DIM, WHOLE_RATIO = {"cpu": 256, "cuda": 64}, {"cpu": 3, "cuda": 2}
 # Up to so many coordinates a GPU decomposes all of a stack at once; from there to HOST_DIM a CPU is faster.
 BATCHED_DIM, HOST_DIM = 32, 512
 # Axes that are looked for beyond those that are wanted: they make the last of these settle.
@@ -54,7 +55,7 @@ def leading_axes(
     """
     _, dim, _ = matrices.shape
     width = min(count + spare, dim)
-    if dim <= max(WHOLE_DIM, WHOLE_RATIO * width):
+    if dim <= max(limit_on(WHOLE_DIM, matrices), limit_on(WHOLE_RATIO, matrices) * width):
         return _whole(matrices, width)
     exact = matrices.double()
     axes = _random(dim, width, seed, exact.dtype, exact.device).expand(len(exact), dim, width)
@@ -83,6 +84,8 @@ def leading_axes(
         done = residuals <= settled * values + ROUNDING * values[:, :1]
         if bool(done[:, :count].all()):
             return values, axes.to(matrices)
+        # A matrix that is done stays as it is: its spare axes, where it has no such rank, would hold up all others.
+        done |= done[:, :count].all(1, keepdim=True)
         # What has settled is taken out of C: where it is far above the others, filters could hardly grow beside it.
         rest = exact - (axes * torch.where(done, values, 0)[:, None]) @ axes.mT
         largest = torch.where(done, least[:, None], values).amax(1)
@@ -135,7 +138,7 @@ def _filter(stretched: Float[Tensor, "s d d"], axes: Float[Tensor, "s d k"], deg
 
 def leading_values(matrices: Float[Tensor, "s d d"]) -> Float[Tensor, " s"]:
     """The largest eigenvalue of each; float64, on the CPU."""
-    if matrices.shape[1] <= WHOLE_DIM // 2:
+    if matrices.shape[1] <= limit_on(WHOLE_DIM, matrices) // 2:
         return torch.linalg.eigvalsh(matrices.double().cpu())[:, -1].clamp_min(0)
     return leading_without(matrices, matrices.new_zeros(len(matrices), 1, matrices.shape[1], 1))[:, 0]
 
