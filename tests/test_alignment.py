@@ -99,10 +99,11 @@ def test_every_gradient_proxy_population_and_variant_has_its_rows(unit: an.Unit)
 
 def test_gradients_are_those_of_typical_tokens_unless_others_are_asked_for(unit: an.Unit, decoder: Model) -> None:
     usual = an.measure(spec_for(), model=decoder, progress=False)
-    values = [[row.value for row in rows(one, population="typical")] for one in (usual, unit)]
-    assert len(usual.records) == len(values[0])
-    # Products of more places at once are rounded otherwise, by a few units of float32 in shares of 1.
-    np.testing.assert_allclose(values[0], values[1], rtol=2e-6, atol=1e-6)
+    assert len(usual.records) == len(rows(usual, population="typical"))
+    for alone, beside in zip(rows(usual, population="typical"), rows(unit, population="typical"), strict=True):
+        # As below: products of more places are rounded otherwise, and ranks of types with equal energies change places.
+        rounding = 1e-4 if alone.metric == "tangent_frequency_trend" else 1e-6
+        assert beside.value == pytest.approx(alone.value, rel=2e-6, abs=rounding), (alone.metric, alone.site)
 
 
 def test_places_that_are_fitted_side_by_side_have_the_same_numbers(

@@ -14,8 +14,9 @@ from torch.nn.functional import normalize
 from anisoscope.kernels.gram import limit_on
 
 # Up to so many coordinates, and up to so many times the axes that are looked for, a whole decomposition comes sooner.
-# Beside a GPU it is the host that decomposes, one matrix after the other, and the GPU that searches in all at once.
-WHOLE_DIM, WHOLE_RATIO = {"cpu": 256, "cuda": 64}, {"cpu": 3, "cuda": 2}
+# Beside a GPU it is the host that decomposes, one matrix after the other, and the GPU that searches in all at once: but
+# not for the many axes that a semi-NMF starts from, which a search knows roughly and whose fit would end elsewhere.
+WHOLE_DIM, WHOLE_RATIO = {"cpu": 256, "cuda": 64}, {"cpu": 3, "cuda": 4}
 # Up to so many coordinates a GPU decomposes all of a stack at once; from there to HOST_DIM a CPU is faster.
 BATCHED_DIM, HOST_DIM = 32, 512
 # Axes that are looked for beyond those that are wanted: they make the last of these settle.
