@@ -38,6 +38,12 @@ def test_every_page_that_is_linked_exists() -> None:
                 assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
+@pytest.mark.parametrize("page", ["CHANGELOG.md", "docs/limits.md", "docs/log.md", "README.md"])
+def test_no_sentence_stands_twice_on_a_page(page: str) -> None:
+    lines = [line for line in (ROOT / page).read_text().splitlines() if len(line) > 80 and not line.startswith("|")]
+    assert len(lines) == len(set(lines))
+
+
 def test_the_readme_tree_names_every_room() -> None:
     tree = (ROOT / "README.md").read_text()
     for path in (ROOT / "src" / "anisoscope").glob("*.py"):
