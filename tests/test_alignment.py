@@ -17,6 +17,8 @@ from anisoscope.corpora import load_corpus
 from anisoscope.errors import SpecError
 from anisoscope.gauge import seed_for
 from anisoscope.gradients import capture_gradients
+from anisoscope.held import Held
+from anisoscope.kernels.queues import few_threads
 from anisoscope.layout import select_sites
 from anisoscope.models import Model, load_model
 from anisoscope.printing import format_value, print_unit
@@ -154,13 +156,26 @@ def test_places_have_the_tokens_of_their_population(decoder: Model) -> None:
         assert torch.equal(place.keep.nonzero().flatten(), tested)
 
 
+def test_what_is_done_ahead_changes_no_number(decoder: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec, done = spec_for(sites=("block.2",)), []
+    begin, look = Held.begin, Held.look_ahead
+    monkeypatch.setattr(Held, "begin", lambda held: (done.append("begin"), begin(held)))
+    monkeypatch.setattr(Held, "look_ahead", lambda held: (done.append("look"), look(held)))
+    ahead = an.measure(spec, model=decoder, progress=False)
+    assert done == ["begin", "look"]
+    for name in ("begin", "look_ahead"):
+        monkeypatch.setattr(Held, name, lambda held: None)
+    later = an.measure(spec, model=decoder, progress=False)
+    assert [replace(one, seconds=0.0) for one in later.records] == [replace(one, seconds=0.0) for one in ahead.records]
+
+
 def test_threads_come_back_whatever_happens() -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        with alignment._few_threads(torch.device("cpu")):
+        with few_threads(torch.device("cpu")):
             assert torch.get_num_threads() == 2
-        few = alignment._few_threads(torch.device("cuda"))
+        few = few_threads(torch.device("cuda"))
         few.__enter__()
         assert torch.get_num_threads() == 1
         assert not few.__exit__(ValueError, ValueError("on the way"), None)

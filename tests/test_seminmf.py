@@ -235,7 +235,8 @@ def test_an_idle_code_is_put_to_use() -> None:
     points = mixed(200, 40, 4)
     start = seminmf._start(points[None], 4, torch.Generator().manual_seed(0))
     start[:, 1:3] = 0
-    codes, directions, squares, _ = seminmf._alternate(points[None], start, torch.zeros(1), 300, 1e-4)
+    run = seminmf.Run(points[None], start, torch.zeros(1), 300)
+    codes, directions, squares, _ = seminmf._alternate(run, 300, 1e-4)
     assert bool((codes.amax(2) > 0).all())
     assert direct_error(points, codes[0].T, directions[0]) <= 1e-9
     assert float(torch.tensor(squares[0]).diff().max()) <= 1e-12
@@ -377,26 +378,44 @@ def test_cpu_and_gpu_agree() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available() or not has_triton(), reason="no CUDA device or no triton")
 @pytest.mark.parametrize("rank", [1, 5, 16, 23])
 def test_one_kernel_does_what_the_operations_of_an_iteration_do(rank: int) -> None:
-    from anisoscope.kernels.alternation import can_iterate, iterate
+    from anisoscope.kernels.alternation import Started, can_iterate
 
     clouds = [decaying(700, 70), mixed(700, 70, 6) + 0.1 * normal(700, 70, seed=9), normal(700, 70)]
     points = torch.stack(clouds).float().cuda()[:, :, : 4 * rank]
     assert can_iterate(points, rank)
-    codes = seminmf._start(points, rank, torch.Generator().manual_seed(0))
-    codes[1, 0] = 0
-    run = seminmf._Run(points, codes, torch.rand(3, dtype=torch.float64).cuda(), 40)
+    codes, dropped = seminmf._start(points, rank, torch.Generator().manual_seed(0)), torch.rand(3).double().cuda()
+    there, here = (seminmf.Run(points, codes, dropped, 40) for _ in range(2))
     for _ in range(3):
-        before = [getattr(run, name) for name in seminmf.PROGRESS]
-        copies = [one.clone() for one in before]
-        seen, made = iterate(run.points, run.dropped, before, 12)
-        single = torch.stack([run._step() for _ in range(12)], 1)
-        assert all(map(torch.equal, before, copies))
-        torch.testing.assert_close(seen, single, rtol=1e-5, atol=0)
-        assert torch.equal(seen[:, -1], made[4])
-        exact = seminmf._squared_errors(made[0].double(), made[2], run.points.double()) + run.dropped
-        torch.testing.assert_close(made[4], exact, rtol=1e-6, atol=0)
-        # Both forget where they were: small differences would grow.
-        vars(run).update(zip(seminmf.PROGRESS, made, strict=True))
+        squares, _ = Started(there, seminmf.CHECK_EVERY, 0.0).finish()
+        expected = [here.squares.tolist(), *here.advance(seminmf.CHECK_EVERY).T.tolist()]
+        for one, other in zip(squares, zip(*expected, strict=True), strict=True):
+            # Nothing is told of iterations that change nothing.
+            assert one == pytest.approx(other[: len(one)], rel=1e-5)
+        exact = seminmf._squared_errors(there.codes.double(), there.directions, points.double()) + dropped
+        torch.testing.assert_close(there.squares, exact, rtol=1e-6, atol=0)
+        # Both go on from one place: small differences would grow.
+        vars(here).update({name: getattr(there, name) for name in seminmf.PROGRESS})
+
+
+@pytest.mark.skipif(not torch.cuda.is_available() or not has_triton(), reason="no CUDA device or no triton")
+def test_one_kernel_ends_where_the_operations_end_and_turns_idle_directions() -> None:
+    from anisoscope.kernels.alternation import Started
+
+    clouds = [decaying(700, 24), mixed(700, 24, 6) + 0.1 * normal(700, 24, seed=9), normal(700, 24)]
+    points = torch.stack(clouds).float().cuda()
+    codes = seminmf._start(points, 6, torch.Generator().manual_seed(0))
+    codes[1, :2] = 0
+    there, here = (seminmf.Run(points, codes, torch.zeros(3).double().cuda(), 200) for _ in range(2))
+    squares, settled = Started(there, 200, 1e-3).finish()
+    kept, directions, expected, ended = seminmf._alternate(here, 200, 1e-3)
+    assert settled == ended == [True] * 3
+    assert [len(one) for one in squares] == [len(one) for one in expected]
+    assert len({len(one) for one in squares}) > 1
+    assert bool((there.codes.amax(2) > 0).all())
+    for one, other in zip(squares, expected, strict=True):
+        assert one == pytest.approx(other, rel=1e-5)
+    products = (one.mT.double() @ other for one, other in ((there.codes, there.directions), (kept, directions)))
+    torch.testing.assert_close(*products, rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")

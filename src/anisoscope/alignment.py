@@ -13,8 +13,7 @@ by their columns:
 
 import itertools
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -35,6 +34,7 @@ from anisoscope.held import (
 )
 from anisoscope.holding import hold_against
 from anisoscope.kernels.gram import limit_on, norms_of_each
+from anisoscope.kernels.queues import few_threads
 from anisoscope.metrics import Metric, all_metrics
 from anisoscope.past import Past, sketch
 from anisoscope.probed import Probed, ProbeRow
@@ -72,22 +72,8 @@ def align(probed: Probed, names: Collection[str], past: Past | None = None) -> A
     # Captured before, since others use it too.
     _, device = probed.proxy_states, probed.gradients.tokens.ids.device
     # Thousands of small operations, and autograd would be told of each.
-    with _few_threads(device), torch.inference_mode():
+    with few_threads(device), torch.inference_mode():
         return _align(probed, found, past)
-
-
-@contextmanager
-def _few_threads(device: torch.device) -> Iterator[None]:
-    """Beside a GPU the CPU has only small things to do: waking many threads for them takes longer than they do."""
-    if device.type == "cpu":
-        yield
-        return
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _align(probed: Probed, found: Mapping[str, Metric], past: Past | None) -> Aligned:
@@ -97,7 +83,7 @@ def _align(probed: Probed, found: Mapping[str, Metric], past: Past | None) -> Al
     for places in analysis.places(probed.spec.populations or tuple(usual)):
         held = analysis.hold(places)
         held.begin()
-        fits = analysis.fit(places)
+        fits = analysis.fit(places, meanwhile=held.look_ahead)
         if own:
             aligned.rows.extend(analysis.at(held, fits))
             aligned.attachments.update(sketch([(place.site, place.population) for place in places], fits))
@@ -209,15 +195,18 @@ class _Analysis:
         """With the gradients of targets that were dealt anew."""
         return self.hold([replace(place, here=self.probed.shuffled_gradients.sites[place.site]) for place in places])
 
-    def fit(self, places: Sequence[Place]) -> list[dict[str, Proxy]]:
+    def fit(self, places: Sequence[Place], meanwhile: Callable[[], None] = lambda: None) -> list[dict[str, Proxy]]:
         """The proxies of each that are one space for all tokens."""
-        return self._fit([place.fitted for place in places])
+        return self._fit([place.fitted for place in places], meanwhile)
 
-    def _fit(self, clouds: Sequence[Float[Tensor, "_ d"]]) -> list[dict[str, Proxy]]:
+    def _fit(
+        self, clouds: Sequence[Float[Tensor, "_ d"]], meanwhile: Callable[[], None] = lambda: None
+    ) -> list[dict[str, Proxy]]:
         methods = [name for name in self.proxies if name != "local_pca"]
         asked = self.probed.spec.rank
         ranks = [rank_within(asked, cloud.shape[1]) for cloud in clouds]
-        fits = fit_each([[cloud] for cloud in clouds], methods=methods, ranks=ranks, seed=self.seed)
+        each = [[cloud] for cloud in clouds]
+        fits = fit_each(each, methods=methods, ranks=ranks, seed=self.seed, meanwhile=meanwhile)
         for proxies, rank in zip(fits, ranks, strict=True):
             if rank != asked:
                 note = f"rank {rank}, half of the coordinates; {asked} was asked for"

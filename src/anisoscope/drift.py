@@ -134,7 +134,7 @@ def _unit(
             beside = {"low": aligned.energy.low, "high": aligned.energy.high, "p": aligned.p, "gradient": "update"}
             beside |= {"control": aligned.control or None, "control_value": aligned.control_value}
             beside |= {"proxy": "pca", "rank": aligned.rank}
-        answer = answer_once(metric, metric(view), count, dim, {})
+        answer = answer_once(metric, metric(view), count, dim)
         # A value of two checkpoints: what is wrong with either is wrong with it.
         place = replace(later, suspect=later.suspect or earlier.suspect)
         records.append(

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -66,10 +67,13 @@ def _missing(
     metric: Metric, value: Tensor | float, points: int, dropped: int, dim: int, settings: Mapping[str, Any]
 ) -> str | None:
     """Why there is no value, where there is none."""
+    too_few = _too_few(metric, points, dropped, dim, settings)
+    return too_few or (metric.undefined if math.isnan(float(value)) else None)
+
+
+def _too_few(metric: Metric, points: int, dropped: int, dim: int, settings: Mapping[str, Any]) -> str | None:
     needed = metric.min_points(dim, settings.get("neighbors", 0))
-    if points < needed:
-        return f"{points} {'distinct ' if dropped else ''}points, and it needs {needed}"
-    return metric.undefined if math.isnan(float(value)) else None
+    return f"{points} {'distinct ' if dropped else ''}points, and it needs {needed}" if points < needed else None
 
 
 def summarize(results: Sequence[Evaluated], metric: Metric, dim: int, settings: Mapping[str, Any]) -> Estimate:
@@ -93,18 +97,15 @@ def summarize(results: Sequence[Evaluated], metric: Metric, dim: int, settings: 
     )
 
 
-def answer_once(
-    metric: Metric,
-    value: Tensor | float,
-    points: int,
-    dim: int,
-    settings: Mapping[str, Any],
-    note: str | None = None,
-) -> Estimate:
-    """The Estimate of a number that comes from all points together, with what else is to be noted."""
-    missing = _missing(metric, value, points, 0, dim, settings)
-    null, missing_null = null_of(metric, points, dim, settings)
+def answer_once(metric: Metric, value: Tensor | float, points: int, dim: int, note: str | None = None) -> Estimate:
+    """The Estimate of a number that comes from all points together, with what else is to be noted.
+
+    Of a metric without settings.
+    """
+    missing, null, missing_null = _apart_from_value(metric, points, dim)
     number = math.nan if missing else float(value)
+    if missing is None and math.isnan(number):
+        missing = metric.undefined
     return Estimate(
         value=number,
         spread=math.nan,
@@ -116,6 +117,13 @@ def answer_once(
         dim=dim,
         note="; ".join(filter(None, (missing, missing_null, note))) or None,
     )
+
+
+# Thousands of numbers are answered for a few of these.
+@lru_cache(maxsize=1024)
+def _apart_from_value(metric: Metric, points: int, dim: int) -> tuple[str | None, float, str | None]:
+    """Why there can be no value of so many points, the null, and why there is none."""
+    return _too_few(metric, points, 0, dim, {}), *null_of(metric, points, dim, {})
 
 
 def estimate(

@@ -12,15 +12,12 @@ from torch import Tensor
 
 from anisoscope.gradients import Coupled
 from anisoscope.kernels.leading import leading_values
-from anisoscope.kernels.queues import aside
+from anisoscope.kernels.queues import aside, mark_aside, rejoin
 from anisoscope.metrics import Metric
 from anisoscope.metrics.alignment import Enrichment, Removed, Trend, Turned
 from anisoscope.probed import Probed, ProbeRow
 from anisoscope.records import Site
-from anisoscope.tangent.anisotropy import (
-    AnisotropyShare,
-    Removal,
-)
+from anisoscope.tangent.anisotropy import AnisotropyShare, Leading, Removal, find_leading
 from anisoscope.tangent.controls import PAPER_DRAWS, second_moments
 from anisoscope.tangent.dynamics import random_distance, turn_between
 from anisoscope.tangent.energies import (
@@ -28,9 +25,10 @@ from anisoscope.tangent.energies import (
     row_squares,
     with_few_normals,
 )
-from anisoscope.tangent.frequency import ByFrequency
+from anisoscope.tangent.frequency import ByFrequency, Dealt, deal_tokens
+from anisoscope.tangent.inference import same_rows
 from anisoscope.tangent.local import local_alignment
-from anisoscope.tangent.proxies import Proxy, bases_of, fit_local
+from anisoscope.tangent.proxies import Proxy, fit_local
 from anisoscope.tangent.ranks import rank_within
 from anisoscope.tangent.share_controls import ShareControls
 from anisoscope.tangent.windows import pair_each
@@ -72,8 +70,8 @@ class Held:
         self.points = self.kept.sum(1).tolist()
         self.excluded = [self.kept.shape[1] - mine for mine in self.points]
         self.pairing, self.rows = None, None
-        self.squares: dict[tuple[int, str, str], tuple[Tensor, Tensor]] = {}
-        """‖Qᵀa‖² and ‖a‖² of the activation gradients, for each place and plain proxy they were held against."""
+        self.leading: Leading | None = None
+        self.begun: torch.cuda.Event | None = None
         here = torch.stack([place.here.gradients for place in places])
         if "activation" in self.gradients:
             self.rows = torch.where(self.keep[..., None], here, 0)
@@ -83,9 +81,47 @@ class Held:
 
     def begin(self) -> None:
         """Give a GPU what needs no proxy: it is done before there is one."""
-        if self.pairing is not None:
-            with aside(self.keep.device):
+        with aside(self.keep.device):
+            if self.pairing is not None:
                 self.pairing.begin()
+            if self.gradients:
+                _ = self.moments
+        self.begun = mark_aside(self.keep.device)
+
+    def look_ahead(self) -> None:
+        """What needs no proxy, but the host: after `begin`, and while a GPU is at work on proxies."""
+        rejoin(self.keep.device, self.begun)
+        if self.of_frequency:
+            _ = self.dealt
+        if self.of_removal and not isinstance(self.probed.spec.rank, str):
+            self.leading_of(min(self.probed.spec.rank, self.dim // 2))
+
+    @property
+    def of_frequency(self) -> bool:
+        """Whether numbers by token frequency are wanted."""
+        return "activation" in self.gradients and "tangent_frequency_trend" in self.metrics
+
+    @property
+    def of_removal(self) -> bool:
+        """Whether it is wanted what is left of anisotropy without a proxy."""
+        return bool(self.gradients) and "tangent_anisotropy_share" in self.metrics
+
+    @cached_property
+    def dealt(self) -> list[tuple[list[int], Dealt]]:
+        """Tokens by frequency, of places that keep the same ones."""
+        found = []
+        for places in same_rows(self.kept):
+            among = self.kept[places[0]].nonzero().flatten()
+            types = self.types[among]
+            dealt = deal_tokens(self.probed.log_frequency(types), types, seed=self.seed)
+            found.append((places, dealt.of(among, self.keep.device)))
+        return found
+
+    def leading_of(self, rank: int) -> Leading:
+        """The leading axes of each place and gradient, as many as a rank at least."""
+        if self.leading is None or self.leading.rank < rank:
+            self.leading = find_leading(self.moments.flatten(0, 1), rank)
+        return self.leading
 
     @cached_property
     def moments(self) -> Float[Tensor, "s g d d"]:
@@ -100,31 +136,34 @@ class Held:
                 found.append(second_moments(self.rows, finite=self.pairing is not None))
         return torch.stack(found, 1)
 
-    def _row(self, at: int, metric: str, view: Any, columns: Mapping[str, Any], points: int | None = None) -> ProbeRow:
+    def _row(
+        self,
+        at: int,
+        metric: str,
+        view: Any,
+        columns: dict[str, Any],
+        *,
+        points: int | None = None,
+        note: str | None = None,
+    ) -> ProbeRow:
         """A row of a place; about tokens, unless it comes with points of another kind."""
         place = self.places[at]
+        apart = points is not None
         return ProbeRow.of(
             self.metrics[metric],
             view,
             site=place.site,
             population=place.population,
-            points=self.points[at] if points is None else points,
+            points=points if apart else self.points[at],
             dim=self.dim,
-            excluded=self.excluded[at] if points is None else 0,
+            excluded=0 if apart else self.excluded[at],
+            note=note,
             **columns,
         )
 
-    def project(self, candidates: Sequence[Sequence[Candidate]]) -> Float[Tensor, "s n _"] | None:
-        """‖Qᵀa‖² of the activation gradients for each candidate and, last, ‖a‖²; of plain proxies kept."""
-        if self.rows is None:
-            return None
-        squares = row_squares(self.rows, bases_of(proxies_of(candidates)))
-        for at, (mine, here) in enumerate(zip(candidates, squares, strict=True)):
-            *inside, whole = here.unbind(1)
-            for (name, _, variant), one in zip(mine, inside, strict=False):
-                if variant in BOTH_WAYS:
-                    self.squares[at, name, variant] = one, whole
-        return squares
+    def project(self, bases: Float[Tensor, "s k d r"]) -> Float[Tensor, "s n _"] | None:
+        """‖Qᵀa‖² of the activation gradients for each basis and, last, ‖a‖²."""
+        return None if self.rows is None else row_squares(self.rows, bases)
 
     def enrichment(
         self, at: int, gradient: str, candidates: Sequence[Candidate], found: Sequence[Alignment], share: float
@@ -145,10 +184,10 @@ class Held:
             )
             if "paper_normals" in self.probed.spec.controls and "normal_ratio" in self.metrics:
                 few = with_few_normals(one)
-                columns = _columns(gradient, name, proxy, f"{variant};normals={PAPER_DRAWS}") | {"note": one.note}
+                columns = _columns(gradient, name, proxy, f"{variant};normals={PAPER_DRAWS}")
                 columns |= {"control": "normal", "control_value": few.controls["normal"].value, "p": few.normal_p}
                 view = Enrichment(energy=one.energy.value, normal_ratio=few.normal_ratio)
-                yield self._row(at, "normal_ratio", view, columns)
+                yield self._row(at, "normal_ratio", view, columns, note=one.note)
 
     def removal(
         self,
@@ -165,30 +204,35 @@ class Held:
             # Axes of what is left are looked for once: without the mean too it would cost as much again.
             for way, field in (traces | axes if variant == WITH_MEAN else traces).items():
                 removal: Removal = getattr(share, field)
-                columns = _columns(gradient, name, proxy, f"{variant};share={way}") | {"note": share.note}
-                normal = {"control": "normal", "control_value": removal.normal, "p": removal.p}
-                row = self._row(at, "tangent_anisotropy_share", Removed(change=removal.tangent), columns | normal)
-                following = {"control": "next", "control_value": removal.following, "p": None}
-                yield row
-                yield row._replace(columns=row.columns | following)
-                for control, one in drawn.get(field, {}).items():
-                    beside = {"control": control, "control_value": one.value, "p": one.p}
-                    yield row._replace(columns=row.columns | beside)
+                columns = _columns(gradient, name, proxy, f"{variant};share={way}")
+                controls_of = [("normal", removal.normal, removal.p), ("next", removal.following, None)]
+                controls_of += [(control, one.value, one.p) for control, one in drawn.get(field, {}).items()]
+                row = self._row(
+                    at, "tangent_anisotropy_share", Removed(change=removal.tangent), columns, note=share.note
+                )
+                for control, value, p in controls_of:
+                    yield row.beside({**columns, "control": control, "control_value": value, "p": p})
 
     def by_frequency(self, at: int, candidate: Candidate, found: ByFrequency) -> Iterator[ProbeRow]:
         """Energies of activation gradients at a place by token frequency, and their trend over types."""
         name, proxy, variant = candidate
         columns = _columns("activation", name, proxy, variant)
         for number, one in enumerate(found.bins if "tangent_energy" in self.metrics else ()):
-            frequency = f"{variant};log10_frequency={one.log_frequency / math.log(10):.2f}"
-            view = Enrichment(energy=one.energy.value)
-            beside = {"low": one.energy.low, "high": one.energy.high, "control": "normal", "control_value": one.normal}
-            beside |= {"variant": frequency, "bin": number}
-            yield self._row(at, "tangent_energy", view, columns | beside, points=one.tokens)
+            energy = one.energy
+            beside = {
+                **columns,
+                "variant": f"{variant};log10_frequency={one.log_frequency / math.log(10):.2f}",
+                "low": energy.low,
+                "high": energy.high,
+                "control": "normal",
+                "control_value": one.normal,
+                "bin": number,
+            }
+            yield self._row(at, "tangent_energy", Enrichment(energy=energy.value), beside, points=one.tokens)
         trend = found.spearman
-        beside = {"low": trend.r.low, "high": trend.r.high, "p": trend.p, "note": found.note}
+        beside = {**columns, "low": trend.r.low, "high": trend.r.high, "p": trend.p}
         view = Trend(spearman=trend.r.value)
-        yield self._row(at, "tangent_frequency_trend", view, columns | beside, points=trend.types)
+        yield self._row(at, "tangent_frequency_trend", view, beside, points=trend.types, note=found.note)
 
     def turn(self, at: int, name: str, before: Proxy, now: Proxy, fit: str) -> Iterator[ProbeRow]:
         """How far the proxy of now is from an earlier one."""
@@ -196,9 +240,10 @@ class Held:
             return
         turn = turn_between(before.basis, now.basis)
         rank = min(before.rank, now.rank)
-        beside = {"control": "haar", "control_value": random_distance(now.dim, rank), "note": before.notes[0]}
         columns = {"proxy": name, "rank": rank, "variant": f"fit={fit}"}
-        yield self._row(at, "subspace_distance", Turned(distance=turn.grassmann), columns | beside)
+        columns |= {"control": "haar", "control_value": random_distance(now.dim, rank)}
+        view = Turned(distance=turn.grassmann)
+        yield self._row(at, "subspace_distance", view, columns, note=before.notes[0])
 
     def local(self, at: int) -> Iterator[ProbeRow]:
         """Each token's gradient in its own tangent space, against those of other windows."""

@@ -4,7 +4,8 @@ import itertools
 import math
 from collections.abc import Sequence
 
-import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from anisoscope.held import (
     BOTH_WAYS,
@@ -16,11 +17,10 @@ from anisoscope.held import (
 )
 from anisoscope.kernels.queues import aside, rejoin
 from anisoscope.probed import ProbeRow
-from anisoscope.tangent.anisotropy import LED_DRAWS, AnisotropyShare, Leading, anisotropy_shares, find_leading
+from anisoscope.tangent.anisotropy import LED_DRAWS, AnisotropyShare, Leading, anisotropy_shares
 from anisoscope.tangent.controls import RandomSpaces, energies_of
 from anisoscope.tangent.energies import beside_shuffled, coupled_alignments, spaces_beside, uncoupled_alignments
 from anisoscope.tangent.frequency import squares_by_frequency
-from anisoscope.tangent.inference import same_rows
 from anisoscope.tangent.proxies import bases_of
 from anisoscope.tangent.share_controls import ShareControls, permuted_shares, uncoupled_shares
 
@@ -40,18 +40,21 @@ def hold_against(
         return [[] for _ in held.places]
     plain = [[variant in BOTH_WAYS for _, _, variant in mine] for mine in usable]
     kept = [list(itertools.compress(mine, chosen)) for mine, chosen in zip(usable, plain, strict=True)]
-    removal = own and "tangent_anisotropy_share" in held.metrics and any(kept)
+    removal = own and held.of_removal and any(kept)
     led = plain if removal else [[False] * len(mine) for mine in plain]
     proxies, seed = proxies_of(usable), held.seed
-    squares = held.project(usable)
+    bases = bases_of(proxies)
+    squares = held.project(bases)
     moments, leading, device = held.moments.flatten(0, 1), None, held.keep.device
     # A GPU is given windows and random spaces to look at, which takes it a while.
     with aside(device):
-        seen = None if held.pairing is None else held.pairing.look_in(bases_of(proxies))
+        seen = None if held.pairing is None else held.pairing.look_in(bases)
         spaces = spaces_beside(held.moments, proxies, seed=seed, keep=LED_DRAWS, led=led)
-    rows = split_by_frequency(held, kept) if own else [[] for _ in held.places]
+    rows: list[list[ProbeRow]] = [[] for _ in held.places]
+    if own and squares is not None and held.of_frequency:
+        split_by_frequency(held, usable, squares, rows)
     if removal:
-        leading = find_leading(moments, max(proxy.rank for mine in kept for _, proxy, _ in mine))
+        leading = held.leading_of(max(proxy.rank for mine in kept for _, proxy, _ in mine))
     # What gradients are by themselves is told with plain proxies only.
     shares = leading.shares if leading else leading_shares(moments) if any(kept) else [math.nan] * len(moments)
     rejoin(device)
@@ -72,7 +75,7 @@ def hold_against(
                 seed=seed,
             )
         if shuffled is not None:
-            found = beside_shuffled(found, energies_of(shuffled.moments[:, number], bases_of(proxies)))
+            found = beside_shuffled(found, energies_of(shuffled.moments[:, number], bases))
         for at, (mine, every) in enumerate(zip(usable, found, strict=True)):
             rows[at] += held.enrichment(at, gradient, mine, every, shares[at * len(held.gradients) + number])
     if removal and leading:
@@ -119,22 +122,14 @@ def take_out(
     return rows
 
 
-def split_by_frequency(held: Held, plain: Sequence[Sequence[Candidate]]) -> list[list[ProbeRow]]:
-    """Rows by token frequency of places that were held against proxies; of the same tokens side by side."""
-    rows: list[list[ProbeRow]] = [[] for _ in held.places]
-    if "activation" not in held.gradients or "tangent_frequency_trend" not in held.metrics:
-        return rows
-    for places in same_rows(held.kept):
-        keep = held.kept[places[0]]
-        cases = [(at, one) for at in places for one in plain[at]]
-        if not cases:
-            continue
-        pairs = [held.squares[at, name, variant] for at, (name, _, variant) in cases]
-        above, below = (torch.stack(each, 1)[keep] for each in zip(*pairs, strict=True))
-        shapes = [(proxy.dim, proxy.rank) for _, (_, proxy, _) in cases]
-        types = held.types[keep]
-        known = held.probed.log_frequency(types)
-        found = squares_by_frequency(above, below, shapes, known, types, seed=held.seed)
-        for (at, candidate), one in zip(cases, found, strict=True):
-            rows[at] += held.by_frequency(at, candidate, one)
-    return rows
+def split_by_frequency(
+    held: Held, candidates: Sequence[Sequence[Candidate]], squares: Float[Tensor, "s n _"], rows: list[list[ProbeRow]]
+) -> None:
+    """Append rows by token frequency, for plain proxies; of places with the same tokens side by side."""
+    for places, dealt in held.dealt:
+        some = squares if len(places) == len(squares) else squares[places]
+        shapes = [[(proxy.dim, proxy.rank) for _, proxy, _ in candidates[at]] for at in places]
+        for at, found in zip(places, squares_by_frequency(some, shapes, dealt), strict=True):
+            for candidate, one in zip(candidates[at], found, strict=True):
+                if candidate[2] in BOTH_WAYS:
+                    rows[at] += held.by_frequency(at, candidate, one)

@@ -30,19 +30,23 @@ def sketch(places: Iterable[tuple[Site, str]], fits: Iterable[Mapping[str, Proxy
 
     Half precision: it turns a direction by about 1e-3. From a GPU in one copy.
     """
-    kept: dict[str, Tensor] = {}
     shares: dict[str, np.ndarray] = {}
+    parts: list[tuple[str, Tensor]] = []
     for (site, population), proxies in zip(places, fits, strict=True):
         main, prefix = proxies["pca"], _prefix(site, population)
         assert main.shares is not None
-        kept[f"{prefix}.axes"] = torch.cat([main.basis, main.following], 1)
         shares[f"{prefix}.shares"] = main.shares.numpy().astype(np.float16)
-        kept[f"{prefix}.mean"] = main.mean / main.distance
+        parts += [(f"{prefix}.axes", main.basis), (f"{prefix}.axes", main.following)]
+        parts.append((f"{prefix}.mean", main.mean / main.distance))
         if "seminmf" in proxies:
-            kept[f"{prefix}.cone"] = proxies["seminmf"].basis
-    flat = torch.cat([one.flatten() for one in kept.values()]).half().cpu().numpy()
-    parts = np.split(flat, np.cumsum([one.numel() for one in kept.values()])[:-1])
-    return shares | {name: part.reshape(one.shape) for (name, one), part in zip(kept.items(), parts, strict=True)}
+            parts.append((f"{prefix}.cone", proxies["seminmf"].basis))
+    flat = torch.cat([one.flatten() for _, one in parts]).half().cpu().numpy()
+    found = np.split(flat, np.cumsum([one.numel() for _, one in parts])[:-1])
+    kept: dict[str, np.ndarray] = {}
+    for (name, one), part in zip(parts, found, strict=True):
+        array = part.reshape(one.shape)
+        kept[name] = np.concatenate([kept[name], array], 1) if name in kept else array
+    return shares | kept
 
 
 def _prefix(site: Site, population: str) -> str:

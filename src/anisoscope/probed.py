@@ -3,7 +3,7 @@
 Whatever is fitted is fitted on the fit half and tested on the test half, which share no document.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -48,12 +48,15 @@ class ProbeRow(NamedTuple):
         dim: int,
         excluded: int = 0,
         note: str | None = None,
-        settings: Mapping[str, Any] | None = None,
         **columns: Any,
     ) -> "ProbeRow":
         """The metric of a view: NaN with the reason where the data forbid it, and with what else is to be noted."""
-        answer = answer_once(metric, metric(view), points, dim, settings or {}, note)
+        answer = answer_once(metric, metric.function(view), points, dim, note)
         return cls(site, population, metric, answer, excluded, columns)
+
+    def beside(self, columns: dict[str, Any]) -> "ProbeRow":
+        """The same number in another row."""
+        return ProbeRow(self.site, self.population, self.metric, self.answer, self.excluded, columns)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

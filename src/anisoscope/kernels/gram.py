@@ -8,12 +8,14 @@ Notation: X (n, d) holds the points as rows, X̄ the centred ones, C = X̄ᵀX̄
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+Limit = TypeVar("Limit")
 # Relative error of λ₁ at which the Lanczos iteration stops; 1e-5 is promised, the rest is left to rounding.
 LEADING_TOLERANCE = 5e-6
 LANCZOS_STEPS = 256
@@ -89,8 +91,8 @@ def power_of_two(largest: Float[Tensor, "*s"]) -> Float[Tensor, "*s"]:
     return torch.where(largest > 0, torch.exp2(torch.floor(torch.log2(largest))), torch.ones_like(largest))
 
 
-def limit_on(limits: Mapping[str, int], like: Tensor) -> int:
-    """How much may be held at one time where a tensor is: as a GPU wherever nothing else is said."""
+def limit_on(limits: Mapping[str, Limit], like: Tensor) -> Limit:
+    """How much may be held at one time where a tensor is, and the like: as on a GPU wherever nothing else is said."""
     return limits.get(like.device.type, limits["cuda"])
 
 
@@ -171,8 +173,10 @@ def row_norms(points: Float[Tensor, "n d"]) -> Float[Tensor, " n"]:
 
 def norms_of_each(clouds: Sequence[Float[Tensor, "n d"]]) -> Float[Tensor, "s n"]:
     """`row_norms` of several, which are looked at once."""
-    norms = [torch.linalg.vector_norm(one.to(working_dtype(one.dtype)), dim=1) for one in clouds]
-    stacked = torch.stack(norms).double()
+    # A GPU copies them all in less time than the host asks for each.
+    several = [torch.stack(list(clouds))] if clouds[0].is_cuda else [one[None] for one in clouds]
+    norms = [torch.linalg.vector_norm(one.to(working_dtype(one.dtype)), dim=2) for one in several]
+    stacked = torch.cat(norms).double()
     return stacked if _is_safe(stacked) else torch.stack([row_norms(one) for one in clouds])
 
 

@@ -33,7 +33,9 @@ POWERS = 2
 LANCZOS_STEPS = 48
 # Steps at which the search is looked at, and the residual, relative to the eigenvalue, at which it ends: an eigenvalue
 # is then as near, and the largest, where it stands out, nearer by the square.
-LANCZOS_LOOKS, SETTLED_LEADING = (4, 6, 8, 10, 12, 16, 20, 24, 32, 40), 1e-5
+# A GPU has made the steps to the next look in less time than the look takes.
+LANCZOS_LOOKS = {"cpu": (4, 6, 8, 10, 12, 16, 20, 24, 32, 40), "cuda": (8, 16, 24, 32)}
+SETTLED_LEADING = 1e-5
 # How much of a start is random: far more than SETTLED_LEADING, so that nothing settles which something outgrows.
 RANDOM_START = 1e-3
 # Numbers that a search for leading eigenvalues holds at one time: as many as caches hold, or as a GPU is busy with.
@@ -165,7 +167,7 @@ def _leading_without(
     matrices: Float[Tensor, "s d d"], bases: Float[Tensor, "s k d r"], starts: Float[Tensor, "s d"]
 ) -> Float[Tensor, "s k"]:
     several, count, dim, rank = bases.shape
-    steps = min(LANCZOS_STEPS, dim - rank)
+    steps, looks = min(LANCZOS_STEPS, dim - rank), limit_on(LANCZOS_LOOKS, matrices)
     known = matrices.new_zeros(several, count, rank + steps, dim)
     known[:, :, :rank] = bases.mT
     inside = matrices.new_zeros(several, count, steps, steps)
@@ -187,7 +189,7 @@ def _leading_without(
         vectors = torch.baddbmm(vectors, seen.mT, along, alpha=-1)
         # Once is not enough in float32 where one eigenvalue is far above the others.
         vectors = torch.baddbmm(vectors, seen.mT, seen @ vectors, alpha=-1).view(several, -1, dim)
-        if step + 1 in LANCZOS_LOOKS or step + 1 == steps:
+        if step + 1 in looks or step + 1 == steps:
             values, coordinates = small_eigh(inside[:, :, : step + 1, : step + 1].double())
             lengths = torch.linalg.vector_norm(vectors, dim=2) * coordinates[..., -1, -1].abs()
             found, residuals = torch.stack([values[..., -1].clamp_min(0), lengths]).cpu()

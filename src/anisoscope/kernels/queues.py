@@ -1,7 +1,8 @@
-"""A second queue of a GPU, for large work that nobody waits for yet.
+"""How a GPU and its host work side by side.
 
 What a GPU is given it does in the order in which it was given, and a number that the host asks for comes after all of
-it. Work on a second queue runs beside what is given later, and only `rejoin` puts it before what follows.
+it. Large work that nobody waits for yet goes on a second queue: it runs beside what is given later, and only `rejoin`
+puts it before what follows. The host has only small things to do beside it.
 """
 
 from collections.abc import Iterator
@@ -33,8 +34,37 @@ def aside(device: torch.device) -> Iterator[None]:
         yield
 
 
-def rejoin(device: torch.device) -> None:
-    """What follows comes after all that the second queue was given."""
+def mark_aside(device: torch.device) -> torch.cuda.Event | None:
+    """A mark behind all that the second queue was given so far."""
     second = _second(device)
-    if second is not None:
-        torch.cuda.current_stream(device).wait_stream(second)
+    if second is None:
+        return None
+    mark = torch.cuda.Event()
+    mark.record(second)
+    return mark
+
+
+def rejoin(device: torch.device, mark: torch.cuda.Event | None = None) -> None:
+    """What follows comes after all that the second queue was given; where there is a mark, up to it."""
+    second = _second(device)
+    if second is None:
+        return
+    queue = torch.cuda.current_stream(device)
+    if mark is None:
+        queue.wait_stream(second)
+    else:
+        queue.wait_event(mark)
+
+
+@contextmanager
+def few_threads(device: torch.device) -> Iterator[None]:
+    """Beside a GPU the host has only small things to do: waking many threads for them takes longer than they do."""
+    if device.type == "cpu":
+        yield
+        return
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

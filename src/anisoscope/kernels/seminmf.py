@@ -38,7 +38,7 @@ ENCODE_TOLERANCE = 1e-8
 ENCODE_STEPS = 20_000
 # Far below the square of any code or length.
 SMALLEST = 1e-250
-# What iterations change of a `_Run`.
+# What iterations change of a `Run`.
 PROGRESS = ("codes", "last_codes", "directions", "last_directions", "squares", "momentum")
 
 
@@ -83,36 +83,89 @@ def semi_nmfs(
     axes: Sequence[Float[Tensor, "d k"]] | None = None,
 ) -> list[SemiNMF]:
     """Factorise several clouds side by side, each as if alone: a GPU hardly needs longer for all than for one."""
-    if min(rank, iterations) < 1:
-        raise SpecError(f"a factorisation needs rank and iterations of at least 1; got {rank} and {iterations}")
     # Rows of zeros, which fill up shorter clouds, have zero codes and change nothing.
-    scales, whole = _scaled(pad_sequence(list(clouds), batch_first=True) if len(clouds) > 1 else clouds[0][None])
-    generator = torch.Generator().manual_seed(seed)
-    codes = _start(whole, rank, generator)
-    width = BASIS_WIDTH * rank
-    if axes is not None and width <= axes[0].shape[1] and width < whole.shape[2]:
-        basis = torch.stack([one[:, :width].to(whole) for one in axes])
-    else:
-        basis = _leading_basis(whole, width, generator)
-    narrow = whole @ basis
-    dropped = _squared_errors(narrow.mT, basis.mT, whole)
-    codes, inside, squares, converged = _alternate(narrow, codes, dropped, iterations, tolerance)
-    directions = _least_squares(codes, whole, inside @ basis.mT.double())
-    lengths = directions.norm(dim=2, keepdim=True)
-    codes, directions = codes * lengths.to(codes), torch.where(lengths > 0, directions / lengths, 0).to(codes)
-    totals = torch.linalg.vector_norm(whole, dim=2).double().square().sum(1)
-    last, totals = torch.stack([_squared_errors(codes, directions, whole), totals]).tolist()
-    dtype = working_dtype(clouds[0].dtype)
-    codes, directions = (codes.mT * scales[:, None, None]).to(dtype), directions.to(dtype)
+    points = pad_sequence(list(clouds), batch_first=True) if len(clouds) > 1 else clouds[0][None]
+    known = None if axes is None else torch.stack(list(axes))
+    every = Factorising(points, rank, seed=seed, iterations=iterations, tolerance=tolerance, axes=known).finish()
     return [
         SemiNMF(
-            codes=codes[place, : len(cloud)],
-            directions=directions[place],
-            errors=(torch.tensor([*squares[place], last[place]], dtype=torch.float64) / (totals[place] or 1)).sqrt(),
-            converged=converged[place],
+            codes=every.codes[place, : len(cloud)],
+            directions=every.directions[place],
+            errors=(torch.tensor(every.squares[place], dtype=torch.float64) / (every.totals[place] or 1)).sqrt(),
+            converged=every.converged[place],
         )
         for place, cloud in enumerate(clouds)
     ]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Factorised:
+    """Several factorisations side by side; see SemiNMF."""
+
+    codes: Float[Tensor, "s n r"]
+    directions: Float[Tensor, "s r d"]
+    squares: list[list[float]]
+    """‖A - ZD‖² at the start, after each iteration and, last, as returned,"""
+    totals: list[float]
+    """and ‖A‖²; of points divided by a power of two."""
+    converged: list[bool]
+
+
+class Factorising:
+    """Several factorisations under way: a GPU goes on with them beside other work until `finish`.
+
+    What it reads is kept here until then.
+    """
+
+    def __init__(
+        self,
+        points: Float[Tensor, "s n d"],
+        rank: int,
+        *,
+        seed: int,
+        iterations: int = 500,
+        tolerance: float = 1e-4,
+        axes: Float[Tensor, "s d k"] | None = None,
+    ) -> None:
+        if min(rank, iterations) < 1:
+            raise SpecError(f"a factorisation needs rank and iterations of at least 1; got {rank} and {iterations}")
+        self.dtype, self.iterations, self.tolerance = working_dtype(points.dtype), iterations, tolerance
+        self.scales, self.whole = _scaled(points)
+        generator = torch.Generator().manual_seed(seed)
+        codes = _start(self.whole, rank, generator)
+        width = BASIS_WIDTH * rank
+        if axes is not None and width <= axes.shape[2] and width < points.shape[2]:
+            self.basis = axes[:, :, :width].to(self.whole)
+        else:
+            self.basis = _leading_basis(self.whole, width, generator)
+        narrow = self.whole @ self.basis
+        self.run = Run(narrow, codes, _squared_errors(narrow.mT, self.basis.mT, self.whole), iterations)
+        self.started = None
+        if points.is_cuda and has_triton():
+            from anisoscope.kernels.alternation import Started, can_iterate
+
+            if can_iterate(narrow, rank):
+                self.started = Started(self.run, iterations, tolerance)
+
+    def finish(self) -> Factorised:
+        """The factorisations."""
+        if self.started is None:
+            codes, inside, squares, converged = _alternate(self.run, self.iterations, self.tolerance)
+        else:
+            squares, converged = self.started.finish()
+            codes, inside = self.run.codes, self.run.directions
+        directions = _least_squares(codes, self.whole, inside @ self.basis.mT.double())
+        lengths = directions.norm(dim=2, keepdim=True)
+        codes, directions = codes * lengths.to(codes), torch.where(lengths > 0, directions / lengths, 0).to(codes)
+        totals = torch.linalg.vector_norm(self.whole, dim=2).double().square().sum(1)
+        last, totals = torch.stack([_squared_errors(codes, directions, self.whole), totals]).tolist()
+        return Factorised(
+            codes=(codes.mT * self.scales[:, None, None]).to(self.dtype),
+            directions=directions.to(self.dtype),
+            squares=[[*mine, end] for mine, end in zip(squares, last, strict=True)],
+            totals=totals,
+            converged=converged,
+        )
 
 
 def encode(points: Float[Tensor, "n d"], directions: Float[Tensor, "r d"]) -> Float[Tensor, "n r"]:
@@ -165,33 +218,23 @@ def _leading_basis(points: Float[Tensor, "s n d"], width: int, generator: torch.
 
 
 def _alternate(
-    points: Float[Tensor, "s n d"],
-    codes: Float[Tensor, "s r n"],
-    dropped: Float[Tensor, " s"],
-    iterations: int,
-    tolerance: float,
+    run: "Run", iterations: int, tolerance: float
 ) -> tuple[Float[Tensor, "s r n"], Float[Tensor, "s r d"], list[list[float]], list[bool]]:
     """Codes, directions (float64), squared errors and whether they settled.
 
     Clouds are looked at every CHECK_EVERY iterations, and in between nothing waits for a GPU. Those that have settled
     leave the others.
     """
-    run = _Run(points, codes, dropped, iterations)
-    squares, settled = [[one] for one in run.squares.tolist()], [False] * len(codes)
+    squares, settled = [[one] for one in run.squares.tolist()], [False] * len(run.codes)
     here, found = list(range(len(squares))), {}
     for start in range(0, iterations, CHECK_EVERY):
         run.redirect()
         seen = run.advance(min(CHECK_EVERY, iterations - start)).tolist()
         for place, mine in zip(here, seen, strict=True):
-            history, before = squares[place], squares[place][-1]
-            for one in mine:
-                # Steps from Z itself no longer lower the error: what is left is rounding.
-                if len(history) > 1 and one == history[-1] == history[-2]:
-                    settled[place] = True
-                    break
-                history.append(one)
+            before = squares[place][-1]
+            settled[place] = append_errors(squares[place], mine)
             # A relative change of the error is half that of its square.
-            if len(mine) == CHECK_EVERY and before - history[-1] <= 2 * tolerance * history[-1]:
+            if len(mine) == CHECK_EVERY and before - squares[place][-1] <= 2 * tolerance * squares[place][-1]:
                 settled[place] = True
         going = [number for number, place in enumerate(here) if not settled[place]]
         if len(going) < len(here) or start + CHECK_EVERY >= iterations:
@@ -204,7 +247,16 @@ def _alternate(
     return parts[0], parts[1], squares, settled
 
 
-class _Run:
+def append_errors(history: list[float], errors: Sequence[float]) -> bool:
+    """Errors of more iterations, until steps from Z itself no longer lower them: what is left then is rounding."""
+    for one in errors:
+        if len(history) > 1 and one == history[-1] == history[-2]:
+            return True
+        history.append(one)
+    return False
+
+
+class Run:
     """Where the factorisations of several clouds are."""
 
     def __init__(
@@ -237,13 +289,6 @@ class _Run:
         One extrapolates Z and D along their last change, steps Z and solves for D. Where it raised the error it is
         undone, and the next goes without momentum (Ang and Gillis 2019).
         """
-        if self.points.is_cuda and has_triton():
-            from anisoscope.kernels.alternation import can_iterate, iterate
-
-            if can_iterate(self.points, self.codes.shape[1]):
-                seen, progress = iterate(self.points, self.dropped, [getattr(self, name) for name in PROGRESS], count)
-                vars(self).update(zip(PROGRESS, progress, strict=True))
-                return seen
         return torch.stack([self._step() for _ in range(count)], 1)
 
     def _step(self) -> Float[Tensor, " s"]:
@@ -263,13 +308,16 @@ class _Run:
         self.momentum = (self.momentum + 1) * better
         return self.squares
 
-    def redirect(self) -> None:
-        """Turn directions that no point uses to the points that the others miss most: ZD stays as it is."""
+    def redirect(self, among: Sequence[int] | None = None) -> None:
+        """Turn directions that no point uses, of some clouds, to the points that the others miss most.
+
+        ZD stays as it is.
+        """
         idle = self.codes.amax(2) == 0
         if not bool(idle.any()):
             return
         self.directions = self.directions.clone()
-        for number in idle.any(1).nonzero().flatten().tolist():
+        for number in idle.any(1).nonzero().flatten().tolist() if among is None else among:
             points, which = self.points[number], idle[number]
             residual = _residuals(self.codes[number, None], self.directions[number, None], points[None])[0]
             worst = squared_norms(residual).topk(min(int(which.sum()), len(points))).indices

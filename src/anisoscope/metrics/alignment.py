@@ -6,14 +6,13 @@ rows a themselves. The computation is in `tangent/`; here is what is reported of
 """
 
 import math
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 from anisoscope.metrics.declaration import metric
 
 
-@dataclass(frozen=True, kw_only=True)
-class Enrichment:
+class Enrichment(NamedTuple):
     """What a gradient and a tangent proxy have in common; NaN where it is not known."""
 
     energy: float
@@ -28,22 +27,19 @@ class Enrichment:
     signal_to_noise: float = math.nan
 
 
-@dataclass(frozen=True, kw_only=True)
-class Removed:
+class Removed(NamedTuple):
     """What becomes of the gradients' anisotropy without the tangent proxy; NaN where it is not known."""
 
     change: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class Trend:
+class Trend(NamedTuple):
     """How the tangent energy of token types goes with their frequency; NaN where it is not known."""
 
     spearman: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class Turned:
+class Turned(NamedTuple):
     """From a proxy of an earlier checkpoint to the present one; NaN where it is not known."""
 
     distance: float

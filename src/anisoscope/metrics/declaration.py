@@ -20,7 +20,7 @@ DIMENSIONAL = ("all", "types", "matched")
 BRINGS = {"final_norm": ("mean_cosine", "isoscore", "leading_variance")}
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Metric:
     """A pure function from one view of a Cloud to one number, with its declaration."""
 

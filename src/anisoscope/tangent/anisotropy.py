@@ -78,6 +78,8 @@ class Leading:
     axes: Float[Tensor, "s d k"]
     shares: list[float]
     """l₁/Σl; NaN where a moment is zero."""
+    rank: int
+    """So many axes have settled, and there are some that are about the next ones."""
 
 
 def find_leading(moments: Float[Tensor, "s d d"], rank: int) -> Leading:
@@ -85,7 +87,7 @@ def find_leading(moments: Float[Tensor, "s d d"], rank: int) -> Leading:
     values, axes = leading_axes(moments, rank, settled=SETTLED_AXES)
     totals = moments.diagonal(dim1=1, dim2=2).double().sum(1)
     shares = torch.where(totals > 0, values[:, 0] / totals, math.nan).tolist()
-    return Leading(values=values, axes=axes, shares=shares)
+    return Leading(values=values, axes=axes, shares=shares, rank=rank)
 
 
 def anisotropy_shares(
@@ -122,10 +124,10 @@ def anisotropy_shares(
     along = (axes[:, None, None, :, :rank].mT @ bases).double().square().sum(4)
     along = along if search else torch.full_like(along, math.nan)
     left, rest, along, values, totals, squares = (one.cpu() for one in (left, rest, along, values, totals, squares))
-    for at, place in usable if search else ():
-        if left[at, place, 0] < THIN * totals[at]:
-            alone = orthonormal(bases[at : at + 1, place : place + 1, 0])
-            left_leading[at, place, 0] = leading_without(moments[at : at + 1].double(), alone)[0, 0]
+    for at, place in (left[:, :, 0] < THIN * totals[:, None]).nonzero().tolist() if search else ():
+        alone = orthonormal(bases[at : at + 1, place : place + 1, 0])
+        left_leading[at, place, 0] = leading_without(moments[at : at + 1].double(), alone)[0, 0]
+    nothing = (left[:, :, 0] < LEAST_LEFT * totals[:, None]).tolist()
     known = totals.new_tensor(leading.shares)
     for size in {proxies[at][place].rank for at, place in usable}:
         some = [(at, place) for at, place in usable if proxies[at][place].rank == size]
@@ -143,17 +145,20 @@ def anisotropy_shares(
             left_squares=torch.cat([rest[index], normal_squares], 1),
         )
         drops = known[index[0], None] - left_leading[index] / without.told[:, : left_leading.shape[2]]
-        ways = {
-            "isoscore_change": without.isoscore_changes(zeta),
-            "leading_drop": drops,
-            "spectral_share": (along[index][..., :size] @ (first / first.sum(1, keepdim=True))[..., None])[..., 0],
-            "anisotropic_energy": without.anisotropic_energies(),
-        }
-        every = zip(*(_removals(one) for one in ways.values()), strict=True)
-        for (at, place), one in zip(some, every, strict=True):
-            thin = left[at, place, 0] < LEAST_LEFT * totals[at]
-            note = f"less than {LEAST_LEFT:g} of the gradients' energy is left without it" if thin else None
-            shares[at][place] = AnisotropyShare(**dict(zip(ways, one, strict=True)), note=note)
+        spectral = (along[index][..., :size] @ (first / first.sum(1, keepdim=True))[..., None])[..., 0]
+        # Those of as many random spaces together.
+        changes, energies = _removals(torch.stack([without.isoscore_changes(zeta), without.anisotropic_energies()]))
+        ways = changes, *_removals(torch.stack([drops, spectral])), energies
+        for (at, place), change, drop, share, energy in zip(some, *ways, strict=True):
+            shares[at][place] = AnisotropyShare(
+                isoscore_change=change,
+                leading_drop=drop,
+                spectral_share=share,
+                anisotropic_energy=energy,
+                note=f"less than {LEAST_LEFT:g} of the gradients' energy is left without it"
+                if nothing[at][place]
+                else None,
+            )
     return shares
 
 
@@ -259,11 +264,13 @@ def _isoscore(total: Float[Tensor, "*s"], squares: Float[Tensor, "*s"], dim: int
     return isoscore_star.function(GramSums(total=total, squares=squares, dim=dim), isoscore_zeta=zeta)
 
 
-def _removals(values: Float[Tensor, "p k"]) -> list[Removal]:
-    """Of the tangent space, the next one and random ones, for each of several."""
-    tangents, followings, normals = values[:, 0], values[:, 1], values[:, 2:]
+def _removals(values: Float[Tensor, "w p k"]) -> list[list[Removal]]:
+    """Of the tangent space, the next one and random ones, for each of several, in several ways."""
+    flat = values.flatten(0, 1)
+    tangents, followings, normals = flat[:, 0], flat[:, 1], flat[:, 2:]
     every = tangents.tolist(), followings.tolist(), normals.mean(1).tolist(), permutation_ps(tangents, normals)
-    return [
+    found = [
         Removal(tangent=tangent, normal=normal, following=following, p=p)
         for tangent, following, normal, p in zip(*every, strict=True)
     ]
+    return [found[start : start + values.shape[1]] for start in range(0, len(found), values.shape[1])]

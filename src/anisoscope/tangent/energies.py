@@ -339,12 +339,12 @@ def _normals(
     cases = [(at, place) for at, mine in enumerate(proxies) for place in range(len(mine))]
     known = [place for place, energy in enumerate(energies) if not math.isnan(energy.value)]
     found: list[dict[str, Control]] = [{} for _ in cases]
-    for name in ("haar", "normal"):
-        some = [(number, one) for number in known if (one := spaces[cases[number][0]][cases[number][1]]) is not None]
-        every = [getattr(one, name) for _, one in some]
-        drawn = drawn_controls([energies[number] for number, _ in some], torch.stack(every).cpu()) if every else []
-        for (number, _), control in zip(some, drawn, strict=True):
-            found[number][name] = control
+    some = [(number, one) for number in known if (one := spaces[cases[number][0]][cases[number][1]]) is not None]
+    if some:
+        draws_of_each = torch.stack([one.haar for _, one in some] + [one.normal for _, one in some]).cpu()
+        drawn = iter(drawn_controls([energies[number] for number, _ in some] * 2, draws_of_each))
+        for name, (number, _) in itertools.product(("haar", "normal"), some):
+            found[number][name] = next(drawn)
     others = {"next": [[one.following for one in mine] for mine in proxies]}
     others["last"] = [[one.last for one in mine] for mine in proxies]
     if untrained is not None:

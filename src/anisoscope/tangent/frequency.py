@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -18,7 +18,6 @@ from anisoscope.tangent.inference import (
     permutation_correlation,
     permutation_correlations,
     ratios_of_parts,
-    sum_groups,
 )
 
 BINS = 10
@@ -80,6 +79,63 @@ def bin_tokens(
     return bin_of[place]
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Dealt:
+    """Tokens by frequency, whatever is measured of them: some in bins, and some of every type."""
+
+    tokens: Int[Tensor, " m"]
+    """Those of the bins, bin after bin, as many of each."""
+    place: Int[Tensor, " m"]
+    """The type of each among those of its bin, counted on from bin to bin."""
+    counts: list[int]
+    """How many types each bin has,"""
+    log_frequencies: list[float]
+    """and the mean over its tokens."""
+    drawn: Int[Tensor, "v c"]
+    """As many occurrences of every type that has them,"""
+    known: Float[Tensor, " v"]
+    """whose log frequency this is."""
+    note: str | None
+    seed: int
+
+    def of(self, rows: Int[Tensor, " n"], device: torch.device) -> "Dealt":
+        """The same for tokens that are these rows of a larger table, there where the table is."""
+        tokens, drawn = rows[self.tokens].to(device), rows[self.drawn].to(device)
+        return replace(self, tokens=tokens, drawn=drawn, place=self.place.to(device), known=self.known.to(device))
+
+
+def deal_tokens(
+    log_frequency: Float[Tensor, " n"],
+    types: Int[Tensor, " n"],
+    *,
+    bins: int = BINS,
+    by: str = "tokens",
+    occurrences: int = 1,
+    seed: int = 0,
+) -> Dealt:
+    """Into bins of which each gives as many tokens as any other."""
+    log_frequency, types = log_frequency.cpu(), types.cpu()
+    place = bin_tokens(log_frequency, types, bins=bins, by=by)
+    shuffled = torch.randperm(len(types), generator=torch.Generator().manual_seed(seed))
+    members = shuffled[place[shuffled].argsort(stable=True)].split(place.bincount(minlength=bins).tolist())
+    filled = [one for one in members if len(one)]
+    size, empty = min((len(one) for one in filled), default=0), bins - len(filled)
+    tokens = torch.cat([one[:size] for one in filled]) if filled else shuffled
+    most = int(types.max()) + 1 if len(types) else 1
+    found, number = torch.unique(place[tokens] * most + types[tokens], return_inverse=True)
+    drawn = shuffled[_draw_occurrences(types[shuffled], occurrences)]
+    return Dealt(
+        tokens=tokens,
+        place=number,
+        counts=[count for count in (found // most).bincount().tolist() if count],
+        log_frequencies=log_frequency[tokens].double().view(len(filled), size).mean(1).tolist() if filled else [],
+        drawn=drawn,
+        known=log_frequency[drawn[:, 0]].double(),
+        note=f"{empty} of {bins} bins are empty: single types are more than a bin" if empty else None,
+        seed=seed,
+    )
+
+
 def energy_by_frequency(
     rows: Float[Tensor, "n d"],
     basis: Float[Tensor, "d r"],
@@ -98,56 +154,51 @@ def energy_by_frequency(
     its tokens: the energy of many is less scattered and, a ratio of sums, on average another than that of few. For a
     bin's part of a weight gradient give `pair_windows` the bin as the tokens to keep.
     """
-    settings = {"bins": bins, "by": by, "occurrences": occurrences, "seed": seed, "resamples": resamples}
-    above, below = row_squares(rows[None], basis[None, None])[0].split(1, 1)
-    return squares_by_frequency(above, below, [(len(basis), basis.shape[1])], log_frequency, types, **settings)[0]
+    dealt = deal_tokens(log_frequency, types, bins=bins, by=by, occurrences=occurrences, seed=seed)
+    squares, shape = row_squares(rows[None], basis[None, None]), (len(basis), basis.shape[1])
+    return squares_by_frequency(squares, [[shape]], dealt, resamples=resamples)[0][0]
 
 
 def squares_by_frequency(
-    above: Float[Tensor, "n k"],
-    below: Float[Tensor, "n k"],
-    shapes: Sequence[tuple[int, int]],
-    log_frequency: Float[Tensor, " n"],
-    types: Int[Tensor, " n"],
+    squares: Float[Tensor, "s n _"],
+    shapes: Sequence[Sequence[tuple[int, int]]],
+    dealt: Dealt,
     *,
-    bins: int = BINS,
-    by: str = "tokens",
-    occurrences: int = 1,
-    seed: int = 0,
     resamples: int = RESAMPLES,
-) -> list[ByFrequency]:
-    """`energy_by_frequency` of several gradients of the same tokens and bases of these shapes, from ‖Qᵀa‖² and ‖a‖²."""
-    # Tokens are dealt on the CPU, and what is drawn of them is added up where the squares are.
-    squares, log_frequency, types = torch.cat([above, below], 1), log_frequency.cpu(), types.cpu()
-    place = bin_tokens(log_frequency, types, bins=bins, by=by)
-    generator = torch.Generator().manual_seed(seed)
-    shuffled = torch.randperm(len(squares), generator=generator)
-    members = [shuffled[place[shuffled] == one] for one in range(bins)]
-    filled = [one for one in members if len(one)]
-    size = min((len(one) for one in filled), default=0)
-    found: list[list[Bin]] = [[] for _ in shapes]
-    chosen = [one[:size] for one in filled]
-    counts = [len(types[index].unique()) for index in chosen]
-    means = [float(log_frequency[index].double().mean()) for index in chosen]
-    # Types of all bins at once, bin after bin.
-    together, each = torch.cat([*chosen, shuffled[:0]]), place * (int(types.max()) + 1 if len(types) else 1) + types
-    every = sum_groups(squares[together], each[together]).split(counts)
-    intervals = ratios_of_parts(every, seed=seed, resamples=resamples)
-    for mean, count, energies in zip(means, counts, intervals, strict=True):
-        for mine, energy, (dim, rank) in zip(found, energies, shapes, strict=True):
-            normal = (1 - energy.value) * rank / (dim - rank)
-            mine.append(Bin(log_frequency=mean, energy=energy, normal=normal, tokens=size, types=count))
-    drawn = shuffled[_draw_occurrences(types[shuffled], occurrences)]
-    over, under = sum_groups(squares[drawn.flatten()], types[drawn.flatten()]).split(len(shapes), 1)
-    energies, known = over / torch.where(under > 0, under, math.nan), log_frequency[drawn[:, 0]].double()
-    trends = permutation_correlations(known, energies, ranked=True, seed=seed, resamples=resamples)
-    empty = bins - len(filled)
-    note = f"{empty} of {bins} bins are empty: single types are more than a bin" if empty else None
-    settings = {"known": known, "seed": seed, "resamples": resamples, "note": note}
-    return [
-        ByFrequency(bins=tuple(mine), spearman=trend, energies=one, **settings)
-        for mine, trend, one in zip(found, trends, energies.T.cpu(), strict=True)
-    ]
+) -> list[list[ByFrequency]]:
+    """`energy_by_frequency` at several places for bases of these shapes, from `row_squares` of the same tokens."""
+    several, _, last = squares.shape
+    binned = squares[:, dealt.tokens].double()
+    sums = binned.new_zeros(several, sum(dealt.counts), last).index_add_(1, dealt.place.to(squares.device), binned)
+    intervals = ratios_of_parts(torch.cat(_sides(sums), 1).split(dealt.counts), seed=dealt.seed, resamples=resamples)
+    above, below = _sides(squares[:, dealt.drawn].double().sum(2))
+    energies = above / torch.where(below > 0, below, math.nan)
+    trends = permutation_correlations(dealt.known, energies, ranked=True, seed=dealt.seed, resamples=resamples)
+    size, by_type = len(dealt.tokens) // max(1, len(dealt.counts)), energies.T.cpu().unbind()
+    settings = {"known": dealt.known, "seed": dealt.seed, "resamples": resamples, "note": dealt.note}
+    found: list[list[ByFrequency]] = []
+    for at, mine in enumerate(shapes):
+        found.append([])
+        for column, (dim, rank) in enumerate(mine, at * (last - 1)):
+            parts = zip(dealt.log_frequencies, dealt.counts, intervals, strict=True)
+            bins = tuple(
+                Bin(
+                    log_frequency=mean,
+                    energy=energies[column],
+                    normal=(1 - energies[column].value) * rank / (dim - rank),
+                    tokens=size,
+                    types=count,
+                )
+                for mean, count, energies in parts
+            )
+            found[at].append(ByFrequency(bins=bins, spearman=trends[column], energies=by_type[column], **settings))
+    return found
+
+
+def _sides(sums: Float[Tensor, "s g _"]) -> tuple[Float[Tensor, "g k"], Float[Tensor, "g k"]]:
+    """‖Qᵀa‖² and ‖a‖² for each basis of each place."""
+    inside, whole = sums[..., :-1].transpose(0, 1), sums[..., -1:].transpose(0, 1)
+    return inside.flatten(1), whole.expand_as(inside).flatten(1)
 
 
 def _draw_occurrences(types: Int[Tensor, " n"], count: int) -> Int[Tensor, "v c"]:

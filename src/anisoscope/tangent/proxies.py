@@ -6,7 +6,7 @@ they are, semi-NMF and the uncentred SVD share one span, and one of its directio
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,9 +15,11 @@ from torch import Tensor
 
 from anisoscope.errors import SpecError, StatesError
 from anisoscope.kernels.gram import center, for_products, working_dtype
-from anisoscope.kernels.leading import SPARE_AXES, leading_axes, small_eigh
-from anisoscope.kernels.seminmf import BASIS_WIDTH, semi_nmfs
+from anisoscope.kernels.leading import SPARE_AXES, leading_axes
+from anisoscope.kernels.queues import mark_aside, rejoin
+from anisoscope.kernels.seminmf import BASIS_WIDTH
 from anisoscope.tangent.clouds import center_clouds, pad_clouds
+from anisoscope.tangent.cones import Cones, start_cones
 from anisoscope.tangent.ranks import choose_rank
 
 METHODS = ("pca", "svd", "seminmf", "local_pca")
@@ -26,11 +28,6 @@ FROZEN_SHARE = 0.3
 NEIGHBORS = 48
 # Numbers of neighbours' coordinates held at one time.
 HELD_ELEMENTS = 1 << 24
-# Error at which a semi-NMF for a proxy has settled: the span is then within .985 of that at 1e-6 (mean squared cosine);
-# the spans of two seeds agree to .95.
-CONE_TOLERANCE = 1e-3
-# A direction with less of the largest singular value does not exist.
-SMALLEST = 1e-5
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -165,10 +162,11 @@ def fit_each(
     concepts: int | None = None,
     seed: int = 0,
     last: bool = False,
+    meanwhile: Callable[[], None] = lambda: None,
 ) -> list[dict[str, Proxy]]:
     """The same for several places, each with its states, and by several methods: what they share is made once.
 
-    Places of one width are fitted side by side.
+    Places of one width are fitted side by side. `meanwhile` is what the host can do while a GPU is at work on cones.
     """
     for method in methods:
         if method == "local_pca":
@@ -182,49 +180,60 @@ def fit_each(
     found: list[dict[str, Proxy]] = [{} for _ in places]
     most = None if last or any(isinstance(rank, str) for rank in ranks) else max(int(rank) for rank in ranks)
     for here in alike([several[0][0] for several in places]):
-        some, known = [places[place] for place in here], {}
+        some, device = [places[place] for place in here], places[here[0]][0].device
+        around = {method: method != "svd" if centred is None else centred for method in methods}
+        plans = {
+            one: _plan(some, [ranks[place] for place in here], one, most) for one in dict.fromkeys(around.values())
+        }
+        cones = plans[around["seminmf"]].start_cones(concepts, seed) if "seminmf" in methods else []
+        mark = mark_aside(device)
+        meanwhile()
         for method in methods:
-            around = method != "svd" if centred is None else centred
-            if around not in known:
-                known[around] = _spread_of(some, around, most)
-            spread = known[around]
-            wanted = [
-                choose_rank(ranks[place], values, places[place][-1])
-                for place, values in zip(here, spread.values, strict=True)
-            ]
+            plan = plans[around[method]]
             if method == "seminmf":
-                bases = _cone_bases(spread, [chosen for chosen, _ in wanted], concepts, seed)
-                others = _others(spread, bases, last)
+                rejoin(device, mark)
+                fitted = {place: basis for one in cones for place, basis in zip(one.places, one.bases(), strict=True)}
+                bases = [fitted[place] for place in range(len(here))]
+                others = _others(plan.spread, bases, last)
             else:
-                bases = [axes[:, :chosen] for axes, (chosen, _) in zip(spread.axes, wanted, strict=True)]
-                others = [axes[:, chosen:] for axes, (chosen, _) in zip(spread.axes, wanted, strict=True)]
-            following = [beside[:, : basis.shape[1]] for basis, beside in zip(bases, others, strict=True)]
-            # Of all places at once: a GPU would be asked for each otherwise.
-            inside, beyond = (spread.shares(stack_bases([[one] for one in part])) for part in (bases, following))
-            explained = inside.sum(1).tolist()
-            for number, (place, basis, beside) in enumerate(zip(here, bases, others, strict=True)):
-                (chosen, notes), size = wanted[number], basis.shape[1]
-                if size < chosen:
-                    notes = (*notes, f"the semi-NMF has {size} independent directions; {chosen} were asked for")
-                found[place][method] = Proxy(
-                    basis=basis,
-                    mean=spread.mean[number],
-                    following=following[number],
-                    last=beside[:, max(beside.shape[1] - size, 0) :] if last else beside[:, :0],
-                    explained=explained[number],
-                    shares=torch.cat([inside[number, :size], beyond[number, : following[number].shape[1]]]),
-                    distance=spread.distances[number],
-                    method=method,
-                    centred=around,
-                    notes=notes,
-                )
+                bases, others = plan.principal()
+            for place, proxy in zip(here, _proxies(method, plan, bases, others, last), strict=True):
+                found[place][method] = proxy
     return found
+
+
+def _proxies(
+    method: str, plan: "_Plan", bases: Sequence[Tensor], others: Sequence[Tensor], last: bool
+) -> Iterator[Proxy]:
+    """From the basis of each place and what lies beyond it."""
+    spread = plan.spread
+    following = [beside[:, : basis.shape[1]] for basis, beside in zip(bases, others, strict=True)]
+    # Of all places at once: a GPU would be asked for each otherwise.
+    inside, beyond = (spread.shares(stack_bases([[one] for one in part])) for part in (bases, following))
+    explained = inside.sum(1).tolist()
+    for number, (basis, beside, (chosen, notes)) in enumerate(zip(bases, others, plan.ranks, strict=True)):
+        size = basis.shape[1]
+        if size < chosen:
+            notes = (*notes, f"the semi-NMF has {size} independent directions; {chosen} were asked for")
+        yield Proxy(
+            basis=basis,
+            mean=spread.mean[number],
+            following=following[number],
+            last=beside[:, max(beside.shape[1] - size, 0) :] if last else beside[:, :0],
+            explained=explained[number],
+            shares=torch.cat([inside[number, :size], beyond[number, : following[number].shape[1]]]),
+            distance=spread.distances[number],
+            method=method,
+            centred=spread.centred,
+            notes=notes,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Spread:
     """States of several places of one width, each with squares that add up to one."""
 
+    centred: bool
     points: Float[Tensor, "s n d"]
     """Zeros after the last of a place."""
     mean: Float[Tensor, "s d"]
@@ -264,7 +273,40 @@ def _spread_of(places: Sequence[Sequence[Tensor]], centred: bool, most: int | No
     dim = points.shape[2]
     count, spare = (dim, 0) if most is None else (2 * most, (BASIS_WIDTH - 2) * most)
     values, axes = leading_axes(covariance, count, spare=spare)
-    return _Spread(points=points, mean=mean, distances=distances, covariance=covariance, values=values, axes=axes)
+    return _Spread(
+        centred=centred,
+        points=points,
+        mean=mean,
+        distances=distances,
+        covariance=covariance,
+        values=values,
+        axes=axes,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Plan:
+    """States of several places, and how many directions each is to have."""
+
+    spread: _Spread
+    ranks: list[tuple[int, tuple[str, ...]]]
+    """With notes."""
+
+    def principal(self) -> tuple[list[Float[Tensor, "d r"]], list[Float[Tensor, "d _"]]]:
+        """So many leading axes of each place, and those that come after them."""
+        every = list(zip(self.spread.axes, self.ranks, strict=True))
+        return [axes[:, :rank] for axes, (rank, _) in every], [axes[:, rank:] for axes, (rank, _) in every]
+
+    def start_cones(self, concepts: int | None, seed: int) -> list[Cones]:
+        """Semi-NMFs of all of them."""
+        ranks = [rank for rank, _ in self.ranks]
+        return start_cones(self.spread.points, self.spread.axes, ranks, concepts=concepts, seed=seed)
+
+
+def _plan(places: Sequence[Sequence[Tensor]], ranks: Sequence[int | str], centred: bool, most: int | None) -> _Plan:
+    spread = _spread_of(places, centred, most)
+    every = zip(ranks, spread.values, places, strict=True)
+    return _Plan(spread=spread, ranks=[choose_rank(rank, values, several[-1]) for rank, values, several in every])
 
 
 def stack_bases(bases: Sequence[Sequence[Float[Tensor, "d _"]]]) -> Float[Tensor, "s k d r"]:
@@ -302,48 +344,6 @@ def _others(spread: _Spread, bases: Sequence[Tensor], last: bool) -> list[Float[
         axes = leading_axes(stack, dim if last else min(size, dim - size), spare=0 if last else SPARE_AXES)[1]
         found |= dict(zip(here, axes[:, :, : dim - size], strict=True))
     return [found[place] for place in range(len(bases))]
-
-
-def _cone_bases(spread: _Spread, ranks: Sequence[int], concepts: int | None, seed: int) -> list[Float[Tensor, "d r"]]:
-    """Leading right singular vectors of ZD, which span what D spans where there are no more concepts than directions.
-
-    Not of D with each direction weighted by its own codes: codes of directions that cancel each other are the largest.
-    """
-    found: dict[int, Tensor] = {}
-    for rank in dict.fromkeys(ranks):
-        if concepts is not None and concepts < rank:
-            raise SpecError(f"{concepts} concepts do not span {rank} directions: ask for at least {rank}")
-        here = [place for place, one in enumerate(ranks) if one == rank]
-        # A GPU hardly needs longer for many than for one; a CPU would only run out of its caches.
-        size = len(here) if spread.points.is_cuda else 1
-        for start in range(0, len(here), size):
-            some = here[start : start + size]
-            fits = semi_nmfs(
-                list(spread.points[some]),
-                concepts or rank,
-                seed=seed,
-                tolerance=CONE_TOLERANCE,
-                axes=list(spread.axes[some]),
-            )
-            codes, directions = (
-                torch.stack([getattr(fit, name).double() for fit in fits]) for name in ("codes", "directions")
-            )
-            found |= dict(zip(some, _right_vectors(codes, directions, rank), strict=True))
-    return [found[place].to(spread.points) for place in range(len(ranks))]
-
-
-def _right_vectors(
-    codes: Float[Tensor, "s n r"], directions: Float[Tensor, "s r d"], rank: int
-) -> list[Float[Tensor, "d q"]]:
-    """The leading right singular vectors of each ZD, from products of r x r numbers."""
-    squares, turn = small_eigh(codes.mT @ codes)
-    # (ZᵀZ)^½ D has the same singular values and right vectors.
-    root = squares.clamp_min(0).sqrt()[..., None] * turn.mT
-    lengths, turn = small_eigh(root @ (directions @ directions.mT) @ root.mT)
-    lengths, turn = lengths.flip(1)[:, :rank], turn.flip(2)[:, :, :rank]
-    kept = lengths > SMALLEST**2 * lengths[:, :1]
-    mixed = (turn * torch.where(kept, lengths.clamp_min(0).rsqrt(), 0)[:, None]).mT @ root
-    return [one[:size].T for one, size in zip(mixed @ directions, kept.sum(1).tolist(), strict=True)]
 
 
 def _project_out(matrices: Float[Tensor, "s d d"], bases: Float[Tensor, "s d r"]) -> Float[Tensor, "s d d"]:

@@ -266,8 +266,10 @@ def _span(bases: Float[Tensor, "s k d r"]) -> Float[Tensor, "s d q"]:
 
     One basis after the other, each by what it has beyond those before it.
     """
-    known, kept = bases.double().new_empty(len(bases), bases.shape[2], 0), []
-    for more in bases.double().unbind(1):
+    first, *others = bases.double().unbind(1)
+    # Of length one, or none where there are fewer directions than in others.
+    known, kept = first, [first.square().sum(1) > 0.5]
+    for more in others:
         # Once more for what rounding left.
         for _ in range(2):
             more = more - known @ (known.mT @ more)
@@ -278,5 +280,5 @@ def _span(bases: Float[Tensor, "s k d r"]) -> Float[Tensor, "s d q"]:
         known = torch.cat([known, (more @ turn) * shrink[:, None]], 2)
     real = torch.cat(kept, 1)
     most = int(real.sum(1).max())
-    first = real.to(torch.uint8).argsort(dim=1, descending=True, stable=True)[:, None, :most]
-    return known.gather(2, first.expand(-1, known.shape[1], -1)).to(bases)
+    chosen = real.to(torch.uint8).argsort(dim=1, descending=True, stable=True)[:, None, :most]
+    return known.gather(2, chosen.expand(-1, known.shape[1], -1)).to(bases)
