@@ -386,10 +386,11 @@ def test_one_kernel_does_what_the_operations_of_an_iteration_do(rank: int) -> No
     codes, dropped = seminmf._start(points, rank, torch.Generator().manual_seed(0)), torch.rand(3).double().cuda()
     there, here = (seminmf.Run(points, codes, dropped, 40) for _ in range(2))
     for _ in range(3):
-        squares, _ = Started(there, seminmf.CHECK_EVERY, 0.0).finish()
+        squares, settled = Started(there, seminmf.CHECK_EVERY, 0.0).finish()
         expected = [here.squares.tolist(), *here.advance(seminmf.CHECK_EVERY).T.tolist()]
-        for one, other in zip(squares, zip(*expected, strict=True), strict=True):
+        for one, other, ended in zip(squares, zip(*expected, strict=True), settled, strict=True):
             # Nothing is told of iterations that change nothing.
+            assert ended or len(one) == seminmf.CHECK_EVERY + 1
             assert one == pytest.approx(other[: len(one)], rel=1e-5)
         exact = seminmf._squared_errors(there.codes.double(), there.directions, points.double()) + dropped
         torch.testing.assert_close(there.squares, exact, rtol=1e-6, atol=0)

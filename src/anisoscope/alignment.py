@@ -15,6 +15,7 @@ import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -83,7 +84,7 @@ def _align(probed: Probed, found: Mapping[str, Metric], past: Past | None) -> Al
     for places in analysis.places(probed.spec.populations or tuple(usual)):
         held = analysis.hold(places)
         held.begin()
-        fits = analysis.fit(places, meanwhile=held.look_ahead)
+        fits = analysis.fit(places, meanwhile=partial(held.look_ahead, own=own))
         if own:
             aligned.rows.extend(analysis.at(held, fits))
             aligned.attachments.update(sketch([(place.site, place.population) for place in places], fits))

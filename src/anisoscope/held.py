@@ -88,12 +88,15 @@ class Held:
                 _ = self.moments
         self.begun = mark_aside(self.keep.device)
 
-    def look_ahead(self) -> None:
-        """What needs no proxy, but the host: after `begin`, and while a GPU is at work on proxies."""
+    def look_ahead(self, *, own: bool) -> None:
+        """What needs no proxy, but the host: after `begin`, and while a GPU is at work on proxies.
+
+        More of it where the places' own proxies are to follow.
+        """
         rejoin(self.keep.device, self.begun)
-        if self.of_frequency:
+        if own and self.of_frequency:
             _ = self.dealt
-        if self.of_removal and not isinstance(self.probed.spec.rank, str):
+        if own and self.of_removal and not isinstance(self.probed.spec.rank, str):
             self.leading_of(min(self.probed.spec.rank, self.dim // 2))
 
     @property

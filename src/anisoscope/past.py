@@ -31,22 +31,20 @@ def sketch(places: Iterable[tuple[Site, str]], fits: Iterable[Mapping[str, Proxy
     Half precision: it turns a direction by about 1e-3. From a GPU in one copy.
     """
     shares: dict[str, np.ndarray] = {}
-    parts: list[tuple[str, Tensor]] = []
+    kept: dict[str, list[Tensor]] = {}
     for (site, population), proxies in zip(places, fits, strict=True):
         main, prefix = proxies["pca"], _prefix(site, population)
         assert main.shares is not None
+        kept[f"{prefix}.axes"] = [main.basis, main.following]
         shares[f"{prefix}.shares"] = main.shares.numpy().astype(np.float16)
-        parts += [(f"{prefix}.axes", main.basis), (f"{prefix}.axes", main.following)]
-        parts.append((f"{prefix}.mean", main.mean / main.distance))
+        kept[f"{prefix}.mean"] = [main.mean / main.distance]
         if "seminmf" in proxies:
-            parts.append((f"{prefix}.cone", proxies["seminmf"].basis))
-    flat = torch.cat([one.flatten() for _, one in parts]).half().cpu().numpy()
-    found = np.split(flat, np.cumsum([one.numel() for _, one in parts])[:-1])
-    kept: dict[str, np.ndarray] = {}
-    for (name, one), part in zip(parts, found, strict=True):
-        array = part.reshape(one.shape)
-        kept[name] = np.concatenate([kept[name], array], 1) if name in kept else array
-    return shares | kept
+            kept[f"{prefix}.cone"] = [proxies["seminmf"].basis]
+    every = [one for several in kept.values() for one in several]
+    flat = torch.cat([one.flatten() for one in every]).half().cpu().numpy()
+    parts = iter(np.split(flat, np.cumsum([one.numel() for one in every])[:-1]))
+    joined = {name: [next(parts).reshape(one.shape) for one in several] for name, several in kept.items()}
+    return shares | {name: np.concatenate(several, -1) for name, several in joined.items()}
 
 
 def _prefix(site: Site, population: str) -> str:

@@ -1,8 +1,9 @@
 # pyright: basic, reportMissingImports=false, reportIndexIssue=false
 """The iterations of seminmf.py as one Triton kernel: a cloud is one program's, start to end.
 
-What PyTorch would start as sixty small kernels an iteration, at the pace of the CPU, needs no start here; each cloud
-ends by itself, and nothing waits for the host. The arithmetic and the notation are those of seminmf.py.
+What PyTorch would start as sixty small kernels an iteration, at the pace of the CPU, needs no start here, and each
+cloud ends by itself: only directions that no point uses wait for the host. The arithmetic and the notation are those of
+seminmf.py.
 """
 
 import torch
@@ -52,7 +53,8 @@ def _iterate(
     """Iterations of one cloud, in place; `new_codes` is room to work in.
 
     They end as `_alternate` ends them: where the error no longer changes, where EVERY of them have hardly lowered it,
-    and before the next EVERY where a direction is idle (`anyway`: not before the first).
+    and before the next EVERY where a direction is idle (`anyway`: not before the first). An error that stands still
+    from one call to the next is seen by the host alone.
     """
     cloud = tl.program_id(0).to(tl.int64)
     code, other, column = tl.arange(0, RANK), tl.arange(0, RANK), tl.arange(0, WIDTH)

@@ -85,7 +85,9 @@ def semi_nmfs(
     """Factorise several clouds side by side, each as if alone: a GPU hardly needs longer for all than for one."""
     # Rows of zeros, which fill up shorter clouds, have zero codes and change nothing.
     points = pad_sequence(list(clouds), batch_first=True) if len(clouds) > 1 else clouds[0][None]
-    known = None if axes is None else torch.stack(list(axes))
+    width = BASIS_WIDTH * rank
+    wide = axes is not None and min(one.shape[1] for one in axes) >= width
+    known = torch.stack([one[:, :width] for one in axes]) if axes is not None and wide else None
     every = Factorising(points, rank, seed=seed, iterations=iterations, tolerance=tolerance, axes=known).finish()
     return [
         SemiNMF(
@@ -114,7 +116,7 @@ class Factorised:
 class Factorising:
     """Several factorisations under way: a GPU goes on with them beside other work until `finish`.
 
-    What it reads is kept here until then.
+    Here is kept until then what it reads.
     """
 
     def __init__(
@@ -129,7 +131,7 @@ class Factorising:
     ) -> None:
         if min(rank, iterations) < 1:
             raise SpecError(f"a factorisation needs rank and iterations of at least 1; got {rank} and {iterations}")
-        self.dtype, self.iterations, self.tolerance = working_dtype(points.dtype), iterations, tolerance
+        self.points, self.axes, self.iterations, self.tolerance = points, axes, iterations, tolerance
         self.scales, self.whole = _scaled(points)
         generator = torch.Generator().manual_seed(seed)
         codes = _start(self.whole, rank, generator)
@@ -154,14 +156,15 @@ class Factorising:
         else:
             squares, converged = self.started.finish()
             codes, inside = self.run.codes, self.run.directions
+        dtype = working_dtype(self.points.dtype)
         directions = _least_squares(codes, self.whole, inside @ self.basis.mT.double())
         lengths = directions.norm(dim=2, keepdim=True)
         codes, directions = codes * lengths.to(codes), torch.where(lengths > 0, directions / lengths, 0).to(codes)
         totals = torch.linalg.vector_norm(self.whole, dim=2).double().square().sum(1)
         last, totals = torch.stack([_squared_errors(codes, directions, self.whole), totals]).tolist()
         return Factorised(
-            codes=(codes.mT * self.scales[:, None, None]).to(self.dtype),
-            directions=directions.to(self.dtype),
+            codes=(codes.mT * self.scales[:, None, None]).to(dtype),
+            directions=directions.to(dtype),
             squares=[[*mine, end] for mine, end in zip(squares, last, strict=True)],
             totals=totals,
             converged=converged,

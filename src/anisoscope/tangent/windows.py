@@ -266,12 +266,10 @@ def _span(bases: Float[Tensor, "s k d r"]) -> Float[Tensor, "s d q"]:
 
     One basis after the other, each by what it has beyond those before it.
     """
-    first, *others = bases.double().unbind(1)
-    # Of length one, or none where there are fewer directions than in others.
-    known, kept = first, [first.square().sum(1) > 0.5]
-    for more in others:
+    known, kept = bases.double().new_empty(len(bases), bases.shape[2], 0), []
+    for more in bases.double().unbind(1):
         # Once more for what rounding left.
-        for _ in range(2):
+        for _ in range(2 if kept else 0):
             more = more - known @ (known.mT @ more)
         squares, turn = small_eigh(more.mT @ more)
         # What they have in common leaves zeros, up to the rounding of float32 in the bases: 1e-7, squared.
@@ -280,5 +278,5 @@ def _span(bases: Float[Tensor, "s k d r"]) -> Float[Tensor, "s d q"]:
         known = torch.cat([known, (more @ turn) * shrink[:, None]], 2)
     real = torch.cat(kept, 1)
     most = int(real.sum(1).max())
-    chosen = real.to(torch.uint8).argsort(dim=1, descending=True, stable=True)[:, None, :most]
-    return known.gather(2, chosen.expand(-1, known.shape[1], -1)).to(bases)
+    first = real.to(torch.uint8).argsort(dim=1, descending=True, stable=True)[:, None, :most]
+    return known.gather(2, first.expand(-1, known.shape[1], -1)).to(bases)
