@@ -169,15 +169,13 @@ def test_what_is_done_ahead_changes_no_number(decoder: Model, monkeypatch: pytes
     assert [replace(one, seconds=0.0) for one in later.records] == [replace(one, seconds=0.0) for one in ahead.records]
 
 
-def test_a_population_that_is_named_twice_is_kept_once(decoder: Model) -> None:
+def test_a_population_that_is_named_twice_is_measured_once(decoder: Model) -> None:
     once, twice = (
-        an.measure(spec_for(populations=named), model=decoder, progress=False).attachments
-        for named in (("all",), ("all", "all"))
+        an.measure(spec_for(populations=named), model=decoder, progress=False) for named in (("all",), ("all", "all"))
     )
-    assert once.keys() == twice.keys()
-    for name, array in once.items():
-        # Two clouds in a stack are rounded otherwise than one.
-        np.testing.assert_allclose(twice[name].astype(float), array.astype(float), atol=2e-3)
+    assert twice.key == once.key
+    assert len(twice.records) == len(once.records)
+    assert twice.attachments.keys() == once.attachments.keys()
 
 
 def test_threads_come_back_whatever_happens() -> None:

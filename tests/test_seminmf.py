@@ -1,12 +1,14 @@
 """Semi-non-negative factorisation against singular values, planted factors and references that share no code."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from anisoscope.errors import SpecError, StatesError
 from anisoscope.kernels import has_triton, seminmf
@@ -242,15 +244,22 @@ def test_an_idle_code_is_put_to_use() -> None:
     assert float(torch.tensor(squares[0]).diff().max()) <= 1e-12
 
 
+def side_by_side(clouds: list[Tensor], axes: Tensor | None = None) -> list[seminmf.SemiNMF]:
+    points = pad_sequence(clouds, batch_first=True)
+    found = seminmf.Factorising(points, 6, seed=2, tolerance=1e-3, axes=axes).finish()
+    every = [found.one(place) for place in range(len(clouds))]
+    assert not any(bool(one.codes[len(cloud) :].any()) for cloud, one in zip(clouds, every, strict=True))
+    return [replace(one, codes=one.codes[: len(cloud)]) for cloud, one in zip(clouds, every, strict=True)]
+
+
 @pytest.mark.parametrize("known", [False, True])
 def test_clouds_side_by_side_are_factorised_as_if_each_were_alone(known: bool) -> None:
     # They settle at different times, one has an idle code, and all but one are filled up.
     clouds = [decaying(400, 60), mixed(300, 60, 6) + 0.1 * normal(300, 60, seed=9), normal(250, 60), mixed(90, 60, 3)]
-    axes = [torch.linalg.svd(one, full_matrices=False).Vh.T for one in clouds] if known else None
-    together = seminmf.semi_nmfs(clouds, 6, seed=2, tolerance=1e-3, axes=axes)
-    lengths = set()
+    axes = torch.stack([torch.linalg.svd(one, full_matrices=False).Vh.T for one in clouds]) if known else None
+    together, lengths = side_by_side(clouds, axes), set()
     for place, (cloud, found) in enumerate(zip(clouds, together, strict=True)):
-        alone = semi_nmf(cloud, 6, seed=2, tolerance=1e-3, axes=axes[place] if axes else None)
+        (alone,) = side_by_side([cloud], None if axes is None else axes[place : place + 1])
         assert found.converged == alone.converged
         # Where nothing is left of the error, rounding says when it ends.
         assert len(found.errors) == len(alone.errors) or float(alone.errors[-1]) < 1e-12
@@ -433,8 +442,7 @@ def test_degenerate_clouds_are_reproduced_on_a_gpu(name: str) -> None:
 def test_clouds_side_by_side_on_a_gpu_are_factorised_as_if_each_were_alone() -> None:
     clouds = [decaying(400, 60), mixed(300, 60, 6) + 0.1 * normal(300, 60, seed=9), normal(250, 60)]
     clouds = [one.float().cuda() for one in clouds]
-    together = seminmf.semi_nmfs(clouds, 6, seed=2, tolerance=1e-3)
-    for cloud, found in zip(clouds, together, strict=True):
+    for cloud, found in zip(clouds, side_by_side(clouds), strict=True):
         alone = semi_nmf(cloud, 6, seed=2, tolerance=1e-3)
         assert len(found.errors) == len(alone.errors)
         torch.testing.assert_close(found.errors, alone.errors, rtol=1e-5, atol=1e-6)

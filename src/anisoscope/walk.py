@@ -61,6 +61,7 @@ def resolve(spec: Spec, *, corpus: Corpus | None = None, model: Model | None = N
         step=spec.step if spec.step is not None else place_of(spec.revision).step,
         corpus=corpus.name,
         corpus_hash=corpus.hash,
+        populations=tuple(dict.fromkeys(spec.populations)),
         metrics=tuple((metric.name, metric.version) for metric in metrics),
     )
 

@@ -18,7 +18,6 @@ from functools import lru_cache
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from anisoscope.errors import SpecError, StatesError
 from anisoscope.kernels import has_triton
@@ -61,43 +60,13 @@ def semi_nmf(
     seed: int,
     iterations: int = 500,
     tolerance: float = 1e-4,
-    axes: Float[Tensor, "d k"] | None = None,
 ) -> SemiNMF:
     """Factorise points into non-negative codes and free directions, from a random start that the seed decides.
 
     ‖A - ZD‖² = ‖A - BQᵀ‖² + ‖B - ZDQ‖² for D in the span of Q: iterations see B alone, and only the last D is
     (ZᵀZ)⁻¹ZᵀA. They end when CHECK_EVERY of them have lowered the error by no more than the tolerance times the error.
-    `axes` are the right singular vectors of the points, leading first, where they are known: Q is made of them then.
     """
-    known = None if axes is None else [axes]
-    return semi_nmfs([points], rank, seed=seed, iterations=iterations, tolerance=tolerance, axes=known)[0]
-
-
-def semi_nmfs(
-    clouds: Sequence[Float[Tensor, "_ d"]],
-    rank: int,
-    *,
-    seed: int,
-    iterations: int = 500,
-    tolerance: float = 1e-4,
-    axes: Sequence[Float[Tensor, "d k"]] | None = None,
-) -> list[SemiNMF]:
-    """Factorise several clouds side by side, each as if alone: a GPU hardly needs longer for all than for one."""
-    # Rows of zeros, which fill up shorter clouds, have zero codes and change nothing.
-    points = pad_sequence(list(clouds), batch_first=True) if len(clouds) > 1 else clouds[0][None]
-    width = BASIS_WIDTH * rank
-    wide = axes is not None and min(one.shape[1] for one in axes) >= width
-    known = torch.stack([one[:, :width] for one in axes]) if axes is not None and wide else None
-    every = Factorising(points, rank, seed=seed, iterations=iterations, tolerance=tolerance, axes=known).finish()
-    return [
-        SemiNMF(
-            codes=every.codes[place, : len(cloud)],
-            directions=every.directions[place],
-            errors=(torch.tensor(every.squares[place], dtype=torch.float64) / (every.totals[place] or 1)).sqrt(),
-            converged=every.converged[place],
-        )
-        for place, cloud in enumerate(clouds)
-    ]
+    return Factorising(points[None], rank, seed=seed, iterations=iterations, tolerance=tolerance).finish().one(0)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -112,11 +81,22 @@ class Factorised:
     """and ‖A‖²; of points divided by a power of two."""
     converged: list[bool]
 
+    def one(self, place: int) -> SemiNMF:
+        """That of one cloud."""
+        return SemiNMF(
+            codes=self.codes[place],
+            directions=self.directions[place],
+            errors=(torch.tensor(self.squares[place], dtype=torch.float64) / (self.totals[place] or 1)).sqrt(),
+            converged=self.converged[place],
+        )
+
 
 class Factorising:
-    """Several factorisations under way: a GPU goes on with them beside other work until `finish`.
+    """Several factorisations under way, each as if alone; a GPU goes on with them beside other work until `finish`.
 
-    Here is kept until then what it reads.
+    What it reads is kept here until then. Rows of zeros, which fill up shorter clouds, have zero codes and change
+    nothing. `axes` are the right singular vectors of the points, leading first, where they are known: Q is made of them
+    then.
     """
 
     def __init__(

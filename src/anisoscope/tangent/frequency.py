@@ -184,12 +184,12 @@ def squares_by_frequency(
             bins = tuple(
                 Bin(
                     log_frequency=mean,
-                    energy=energies[column],
-                    normal=(1 - energies[column].value) * rank / (dim - rank),
+                    energy=of_bin[column],
+                    normal=(1 - of_bin[column].value) * rank / (dim - rank),
                     tokens=size,
                     types=count,
                 )
-                for mean, count, energies in parts
+                for mean, count, of_bin in parts
             )
             found[at].append(ByFrequency(bins=bins, spearman=trends[column], energies=by_type[column], **settings))
     return found
