@@ -12,6 +12,7 @@ PACKAGE = Path(__file__).parent.parent / "src" / "anisoscope"
 # Each room may use rooms of earlier lines, in its own wing: computing (with torch), reading (without).
 COMPUTING = (
     {"errors", "records", "progress", "revisions"},
+    {"columns"},
     {"store", "hub", "schedules", "sinks", "presets", "conditions", "undisturbed", "tracks"},
     {"status", "sources", "exporting"},
     {"kernels"},
@@ -52,6 +53,7 @@ COMPUTING = (
 )
 READING = (
     {"errors", "records", "progress", "revisions", "wikitext"},
+    {"columns"},
     {"store", "protocols", "integrity", "flags", "corpora"},
     {"lab"},
     {"status", "claims", "conditions", "figures", "stages", "tracks", "citing"},

@@ -10,14 +10,16 @@ import time
 from collections import Counter
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from anisoscope.columns import SCHEMA, settings_row
 from anisoscope.errors import StoreError
 from anisoscope.records import Record, Spec, Unit
-from anisoscope.store import SCHEMA, STORE_VERSION, Store
+from anisoscope.store import STORE_VERSION, Store
 
 
 def make_unit(model: str = "m", step: int | None = None, sites: tuple[str, ...] = ("block.0",)) -> Unit:
@@ -52,6 +54,10 @@ def make_unit(model: str = "m", step: int | None = None, sites: tuple[str, ...] 
     return Unit(spec=spec, provenance={"time": "now", "notes": []}, records=records, attachments={"a": np.arange(3)})
 
 
+def with_spec(unit: Unit, spec: Spec) -> Unit:
+    return replace(unit, spec=spec, records=tuple(replace(one, key=spec.key) for one in unit.records))
+
+
 def test_a_unit_comes_back_as_it_was_put(tmp_path: Path) -> None:
     store, unit = Store(tmp_path / "run"), make_unit()
     store.put(unit)
@@ -74,6 +80,54 @@ def test_the_table_has_one_column_for_each_field_of_a_record() -> None:
         "seconds stage suspect"
     )
     assert SCHEMA.names[: len(promised.split())] == promised.split()
+
+
+def test_every_setting_of_a_spec_that_can_differ_is_a_column_of_the_table(tmp_path: Path) -> None:
+    base = make_unit().spec
+    changed: dict[str, Any] = {
+        "weights": "abc",
+        "corpus_hash": "def",
+        "tokens": 4096,
+        "seq_len": 128,
+        "special_tokens": False,
+        "batch_points": 1024,
+        "dtype": "bfloat16",
+        "seed": 1,
+        "typical_k": 4.0,
+        "discard_fraction": 0.2,
+        "neighbors": 10,
+        "isoscore_zeta": 0.5,
+        "blocks": ("a.b", "c"),
+        "final_norm": ("n",),
+        "rank": "variance:0.9",
+        "curvature_rank": 2,
+        "proxy": "seminmf",
+        "proxy_from": "rolling=k",
+        "gradients": ("virtual", "true"),
+        "controls": ("shares",),
+    }
+    named = {"tokens": "measured_tokens", "rank": "requested_rank", "proxy": "requested_proxy"}
+    in_rows = {"model", "revision", "run", "step", "corpus", "sites", "populations", "metrics", "gride_scales"}
+    assert changed.keys() | in_rows == {item.name for item in fields(Spec)}
+    store = Store(tmp_path)
+    specs = [base, *(replace(base, **{name: value}) for name, value in changed.items())]
+    for spec in specs:
+        store.put(with_spec(make_unit(), spec))
+    rows = {row["key"]: row for row in store.table().to_pylist()}
+    default = rows[base.key]
+    for spec, (name, value) in zip(specs[1:], changed.items(), strict=True):
+        column, row = named.get(name, name), rows[spec.key]
+        assert row[column] == (",".join(value) if isinstance(value, tuple) else value)
+        assert {one for one in row if row[one] != default[one] and one not in ("key", "spread", "values")} == {column}
+    assert default["measured_tokens"] == 65536
+    assert default["requested_rank"] == "16"
+    assert list(default)[len(SCHEMA)] == "weights"
+
+
+def test_a_setting_that_a_stored_spec_does_not_have_is_at_its_default() -> None:
+    row = settings_row({"model": "m", "seed": 3, "unknown": 1})
+    assert (row["seed"], row["seq_len"], row["weights"], row["controls"]) == (3, 512, None, "")
+    assert "unknown" not in row
 
 
 def test_rows_come_in_order_of_model_numeric_step_and_site(tmp_path: Path) -> None:

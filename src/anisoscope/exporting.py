@@ -13,6 +13,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from anisoscope.columns import record_from
 from anisoscope.errors import SpecError, StoreError
 from anisoscope.records import Record
 from anisoscope.sinks import JsonlSink, TensorBoardSink, WandbSink, group, paint, scalars_of
@@ -84,8 +85,7 @@ def find_curves(table: pa.Table) -> list[Curve]:
     """The records of a table by training and corpus; of two units that measured one thing, the later key counts."""
     curves: dict[tuple[str, str], dict[int, list[Record]]] = {}
     for row in name_trainings(table).to_pylist():
-        values = tuple(row.pop("values") or ())
-        record = Record(values=values, **row)
+        record = record_from(row)
         # Parts of a training that count their steps from zero again are curves of their own.
         name = f"{record.model}/{record.stage}" if record.stage else record.model
         curves.setdefault((name, record.corpus), {}).setdefault(record.step or 0, []).append(record)

@@ -13,14 +13,13 @@ writer leaves at most a hidden temporary file. Of several writers of one unit, o
 import contextlib
 import hashlib
 import json
-import math
 import os
 import platform
 import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -30,8 +29,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from anisoscope.columns import SCHEMA, TABLE_SCHEMA, add_settings, record_from
 from anisoscope.errors import StoreError
-from anisoscope.records import Record, Spec, Unit, site_order
+from anisoscope.records import Spec, Unit, site_order
 from anisoscope.revisions import training_order
 
 STORE_VERSION = 1
@@ -41,24 +41,12 @@ HEARTBEAT_SECONDS = 10.0
 MERGED_AT_ONCE = 200
 _METADATA = b"anisoscope"
 
-_TYPES = {
-    "str": pa.string(),
-    "int": pa.int64(),
-    "float": pa.float64(),
-    "tuple[float, ...]": pa.list_(pa.float64()),
-}
-
-
-def _column_type(annotation: Any) -> pa.DataType:
-    name = str(getattr(annotation, "__name__", annotation)) if annotation in (str, int, float) else str(annotation)
-    return _TYPES[name.removesuffix(" | None")]
-
-
-SCHEMA = pa.schema([(item.name, _column_type(item.type)) for item in fields(Record)])
-
 
 def name_trainings(table: pa.Table) -> pa.Table:
-    """What was measured live goes by the name of its run: two trainings of one model are two."""
+    """The table with the name of the run in place of the model where it was measured live.
+
+    Two trainings of one model are two curves.
+    """
     if "run" not in table.column_names:
         return table
     names = pc.coalesce(table["run"], table["model"])  # pyright: ignore[reportAttributeAccessIssue]
@@ -123,7 +111,7 @@ class Store:
         except (OSError, pa.ArrowInvalid) as error:
             raise StoreError(f"no readable unit {key} in {self.folder}: {error}") from error
         metadata = _metadata_of(table.schema)
-        records = tuple(_record_from(row) for row in table.to_pylist())
+        records = tuple(record_from(row) for row in table.to_pylist())
         attachments = self.attachment(key) if "attachments_sha256" in metadata else {}
         spec = Spec.from_dict(metadata["spec"])
         return Unit(spec=spec, provenance=metadata["provenance"], records=records, attachments=attachments)
@@ -144,7 +132,10 @@ class Store:
         return load(data)
 
     def table(self) -> pa.Table:
-        """One row per record of every finished unit, in order of model, stage, step, site, metric, population."""
+        """One row per record of every finished unit, in order of model, stage, step, site, metric, population.
+
+        After the columns of a Record come the settings of the unit's Spec (`columns.SETTINGS_SCHEMA`).
+        """
         table = self._read_all()
         ranks = [
             _ranks(table, ("model",), lambda model: model or ""),
@@ -162,14 +153,14 @@ class Store:
         cache = self.folder / f".merged-{STORE_VERSION}.parquet"
         try:
             merged = pq.read_table(cache)
-            merged = SCHEMA.empty_table() if merged.schema.names != SCHEMA.names else merged
+            merged = TABLE_SCHEMA.empty_table() if merged.schema.names != TABLE_SCHEMA.names else merged
         except (OSError, pa.ArrowInvalid):
-            merged = SCHEMA.empty_table()
+            merged = TABLE_SCHEMA.empty_table()
         known = set(merged["key"].unique().to_pylist())
         if not known <= paths.keys():
             merged = merged.filter(pa.array([key in paths for key in merged["key"].to_pylist()]))
         fresh = [_read_part(path) for key, path in paths.items() if key not in known]
-        table = pa.concat_tables([merged, *fresh]).combine_chunks()
+        table = pa.concat_tables([merged, *fresh]).unify_dictionaries().combine_chunks()
         if len(fresh) >= MERGED_AT_ONCE:
             # Only a cache: where the folder cannot be written, reading stays slow and right.
             with contextlib.suppress(StoreError):
@@ -320,16 +311,18 @@ def _to_parquet(table: pa.Table) -> bytes:
 
 
 def _read_part(path: Path) -> pa.Table:
-    """The rows of a unit; columns that its writer did not know yet are empty."""
+    """The rows of a unit with its settings; columns that its writer did not know yet are empty."""
     try:
-        part = pq.ParquetFile(path).read(use_threads=False).replace_schema_metadata(None)
-    except (OSError, pa.ArrowInvalid) as error:
+        part = pq.ParquetFile(path).read(use_threads=False)
+        spec = _metadata_of(part.schema)["spec"]
+    except (OSError, KeyError, pa.ArrowInvalid) as error:
         raise StoreError(f"{path} is no readable unit: {error}") from error
-    if part.schema.equals(SCHEMA):
-        return part
-    for name in SCHEMA.names[part.num_columns :]:
-        part = part.append_column(name, pa.nulls(part.num_rows, SCHEMA.field(name).type))
-    return part.select(SCHEMA.names).cast(SCHEMA)
+    part = part.replace_schema_metadata(None)
+    if not part.schema.equals(SCHEMA):
+        for name in SCHEMA.names[part.num_columns :]:
+            part = part.append_column(name, pa.nulls(part.num_rows, SCHEMA.field(name).type))
+        part = part.select(SCHEMA.names).cast(SCHEMA)
+    return add_settings(part, [spec], [part.num_rows])
 
 
 def _ranks(table: pa.Table, names: tuple[str, ...], key: Callable[..., Any]) -> np.ndarray:
@@ -354,8 +347,3 @@ def _ranks(table: pa.Table, names: tuple[str, ...], key: Callable[..., Any]) -> 
 
 def _metadata_of(schema: pa.Schema) -> dict[str, Any]:
     return json.loads((schema.metadata or {}).get(_METADATA, b"{}"))
-
-
-def _record_from(row: dict[str, Any]) -> Record:
-    values = tuple(math.nan if value is None else value for value in row.pop("values") or ())
-    return Record(values=values, **row)

@@ -13,6 +13,7 @@ import pyarrow.compute as pc
 
 from anisoscope import __version__
 from anisoscope.claims import Verdict, headlines, judge
+from anisoscope.columns import TABLE_SCHEMA
 from anisoscope.figures import count_label
 from anisoscope.printing import format_value
 from anisoscope.records import POPULATIONS, site_order
@@ -21,7 +22,7 @@ from anisoscope.report.comparing import Comparison, compare
 from anisoscope.report.methods import Method, methods_of
 from anisoscope.report.reading import Run, read_run
 from anisoscope.revisions import training_order
-from anisoscope.store import SCHEMA, name_trainings
+from anisoscope.store import name_trainings
 
 POPULATION_WORDS = {
     "all": "every token",
@@ -113,7 +114,7 @@ def _each_unit_once(runs: Sequence[Run]) -> pa.Table:
     for run in runs:
         parts.append(run.table.filter(pa.array([key not in seen for key in run.table["key"].to_pylist()], pa.bool_())))
         seen |= run.origins.keys()
-    return pa.concat_tables(parts) if parts else SCHEMA.empty_table()
+    return pa.concat_tables(parts) if parts else TABLE_SCHEMA.empty_table()
 
 
 _OUTCOMES = {True: 0, False: 1, None: 2}

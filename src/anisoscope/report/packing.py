@@ -49,7 +49,9 @@ def pack_table(table: pa.Table) -> str:
     kept = [name for name in table.column_names if not pa.types.is_nested(table.schema.field(name).type)]
     columns = []
     for name in kept:
-        encoded = table[name].combine_chunks().dictionary_encode(null_encoding="encode")
+        column = table[name].combine_chunks()
+        column = column.cast(column.type.value_type) if pa.types.is_dictionary(column.type) else column
+        encoded = column.dictionary_encode(null_encoding="encode")
         different = [_exact(value) for value in encoded.dictionary.to_pylist()]
         if len(different) == 1:
             columns.append({"all": different[0]})

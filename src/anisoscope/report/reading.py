@@ -9,10 +9,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from anisoscope.columns import TABLE_SCHEMA, record_from
 from anisoscope.errors import StoreError
 from anisoscope.records import Record, Spec, Unit
 from anisoscope.status import survey
-from anisoscope.store import SCHEMA, Store
+from anisoscope.store import Store
 
 # Columns that every unit has had since the first version.
 _ESSENTIAL = ("key", "model", "site", "metric", "value")
@@ -61,7 +62,7 @@ class Run:
         for place, key in enumerate(self.table["key"].to_pylist()):
             places.setdefault(key, place)
         rows = self.table.drop_columns(["values"]).take(pa.array(places.values(), pa.int64())).to_pylist()
-        return {row["key"]: (Record(**row),) for row in rows}
+        return {row["key"]: (record_from(row),) for row in rows}
 
 
 class _Readable(Store):
@@ -124,7 +125,7 @@ def _read_table(folder: Path, origins: dict[str, Origin]) -> tuple[pa.Table, lis
             except (StoreError, OSError, ValueError, KeyError, pa.ArrowException) as error:
                 faults.append(f"{key}.parquet is no readable unit: {_short(error)}")
                 del origins[key]
-        return _Readable(folder, fine).table() if fine else SCHEMA.empty_table(), faults
+        return _Readable(folder, fine).table() if fine else TABLE_SCHEMA.empty_table(), faults
 
 
 def _read_failures(folder: Path) -> tuple[list[Mapping[str, Any]], list[str]]:
