@@ -12,7 +12,8 @@ PACKAGE = Path(__file__).parent.parent / "src" / "anisoscope"
 # Each room may use rooms of earlier lines, in its own wing: computing (with torch), reading (without).
 COMPUTING = (
     {"errors", "records", "progress", "revisions"},
-    {"columns"},
+    {"atomic", "columns"},
+    {"tables"},
     {"store", "hub", "schedules", "sinks", "presets", "conditions", "undisturbed", "tracks"},
     {"status", "sources", "exporting"},
     {"kernels"},
@@ -53,7 +54,8 @@ COMPUTING = (
 )
 READING = (
     {"errors", "records", "progress", "revisions", "wikitext"},
-    {"columns"},
+    {"atomic", "columns"},
+    {"tables"},
     {"store", "protocols", "integrity", "flags", "corpora"},
     {"lab"},
     {"status", "claims", "conditions", "figures", "stages", "tracks", "citing"},
@@ -67,6 +69,8 @@ READING = (
 TORCH_FREE = (
     "anisoscope",
     "errors",
+    "atomic",
+    "tables",
     "records",
     "progress",
     "revisions",

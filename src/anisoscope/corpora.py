@@ -16,7 +16,6 @@ import platform
 import re
 import sys
 import sysconfig
-import tempfile
 import urllib.request
 import warnings
 import zipfile
@@ -29,6 +28,7 @@ from typing import Any
 
 import numpy as np
 
+from anisoscope.atomic import write_file
 from anisoscope.errors import CorpusError, MissingPackageError
 from anisoscope.wikitext import read_articles
 
@@ -247,7 +247,7 @@ def _read_enwik8(name: str) -> Corpus:
             arrived = hashlib.sha256(archive.read("enwik8")).hexdigest()
         if arrived != ENWIK8_SHA256:
             raise CorpusError(f"{ENWIK8_URL} gave a file that is not enwik8: SHA-256 {arrived}")
-        _write_whole(target, data)
+        write_file(target, data)
     except (OSError, http.client.HTTPException, KeyError, zipfile.BadZipFile) as error:
         raise CorpusError(
             f"{name} is not here, and fetching {ENWIK8_URL} into {cache} failed ({error}). Put enwik8, enwik8.gz or "
@@ -258,19 +258,6 @@ def _read_enwik8(name: str) -> Corpus:
 
 def _cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "anisoscope"
-
-
-def _write_whole(path: Path, data: bytes) -> None:
-    """Write under a temporary name and rename, so that nobody meets half a file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.name, delete=False) as file:
-        try:
-            file.write(data)
-            file.close()
-            os.replace(file.name, path)
-        except BaseException:
-            os.unlink(file.name)
-            raise
 
 
 def _clean_enwik8(path: Path) -> Corpus:
@@ -288,7 +275,7 @@ def _clean_enwik8(path: Path) -> Corpus:
         ]
         # A cache that cannot be written costs time, not results.
         with contextlib.suppress(OSError):
-            _write_whole(cached, json.dumps(articles, ensure_ascii=False).encode())
+            write_file(cached, json.dumps(articles, ensure_ascii=False))
     before, after = _count_distinct(raw), _count_distinct("".join(text for _, text in articles).encode())
     note = (
         f"enwik8: {before} distinct bytes in the raw file, {after} after cleaning; "

@@ -4,24 +4,25 @@ A curve is a training (or a model) on one corpus. Records of gradients, of chang
 apart behind the name of their metric: `geom/tangent_excess.virtual.pca.mean=in/block.03`.
 """
 
-import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
+from anisoscope import tables
+from anisoscope.atomic import complete_file
 from anisoscope.columns import record_from
 from anisoscope.errors import SpecError, StoreError
 from anisoscope.records import Record
 from anisoscope.sinks import JsonlSink, TensorBoardSink, WandbSink, group, paint, scalars_of
 from anisoscope.store import Store, name_trainings
 
-TABLES = ("csv", "parquet")
 BOARDS = ("wandb", "tensorboard", "jsonl")
-FORMATS = (*BOARDS, *TABLES)
+FORMATS = (*BOARDS, *tables.FORMATS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,27 +59,11 @@ def export_run(
     table = store.table()
     if not table.num_rows:
         raise StoreError(f"{store.folder} holds no finished unit")
-    if to in TABLES:
+    if to in tables.FORMATS:
         target = path or store.folder / "exported" / f"{store.folder.name}.{to}"
-        target.parent.mkdir(parents=True, exist_ok=True)
-        (_write_csv if to == "csv" else _write_parquet)(table, target)
+        tables.write_table(table, target, to=to)
         return Exported(places=(str(target),), steps=0, stepless=())
     return _export_curves(table, to, path or store.folder / "exported" / to, all_sites, project)
-
-
-def _write_parquet(table: pa.Table, path: Path) -> None:
-    import pyarrow.parquet as pq
-
-    pq.write_table(table, path)
-
-
-def _write_csv(table: pa.Table, path: Path) -> None:
-    """Lists do not fit into a cell: `values` becomes the text of a JSON array."""
-    from pyarrow import csv
-
-    place = table.column_names.index("values")
-    texts = pa.array([None if row is None else json.dumps(row) for row in table["values"].to_pylist()], pa.string())
-    csv.write_csv(table.set_column(place, "values", texts), str(path))
 
 
 def find_curves(table: pa.Table) -> list[Curve]:
@@ -110,9 +95,9 @@ def _export_curves(table: pa.Table, to: str, folder: Path, all_sites: bool, proj
     shown = JsonlSink(folder).all_sites if to == "jsonl" else all_sites
     places, stepless = [], []
     for curve in curves:
-        with _Opened(to, curve, folder, all_sites=all_sites, project=project) as opened:
-            _write(curve, opened.sink, shown)
-        places.append(opened.place)
+        with _open_sink(to, curve, folder, all_sites=all_sites, project=project) as (sink, place):
+            _write(curve, sink, shown)
+        places.append(place)
         if any(one.step is None for records in curve.steps.values() for one in records):
             stepless.append(curve.name)
     return Exported(
@@ -134,38 +119,30 @@ def _write(curve: Curve, sink: Any, all_sites: bool) -> None:
         sink.write(max(curve.steps), {}, pictures)
 
 
-class _Opened:
-    """A sink for one curve, closed at the end."""
+@contextmanager
+def _open_sink(to: str, curve: Curve, folder: Path, *, all_sites: bool, project: str) -> Iterator[tuple[Any, str]]:
+    """A sink for one curve and the place it writes to; it replaces what an earlier export wrote there."""
+    name = file_name(curve)
+    if to == "jsonl":
+        path = folder / f"{name}.jsonl"
+        with complete_file(path) as temporary:
+            yield JsonlSink(temporary), str(path)
+    elif to == "tensorboard":
+        for old in (folder / name).glob("events.out.tfevents.*"):
+            old.unlink()
+        with closing(TensorBoardSink(folder / name, all_sites=all_sites)) as sink:
+            yield sink, str(folder / name)
+    else:
+        sink = WandbSink(all_sites=all_sites)
+        import wandb
 
-    def __init__(self, to: str, curve: Curve, folder: Path, *, all_sites: bool, project: str) -> None:
-        name = file_name(curve)
-        self.run: Any = None
-        if to == "jsonl":
-            path = folder / f"{name}.jsonl"
-            # A file of an earlier export would be appended to.
-            path.unlink(missing_ok=True)
-            self.place, self.sink = str(path), JsonlSink(path)
-        elif to == "tensorboard":
-            for old in (folder / name).glob("events.out.tfevents.*"):
-                old.unlink()
-            self.place, self.sink = str(folder / name), TensorBoardSink(folder / name, all_sites=all_sites)
-        else:
-            sink = WandbSink(all_sites=all_sites)
-            import wandb
-
-            folder.mkdir(parents=True, exist_ok=True)
-            config = {"model": curve.name, "corpus": curve.corpus}
-            self.run = wandb.init(project=project, name=name, dir=str(folder), config=config)
-            sink.run = self.run
-            self.place, self.sink = f"{project}/{name}", sink
-
-    def __enter__(self) -> "_Opened":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.sink.close()
-        if self.run is not None:
-            self.run.finish()
+        folder.mkdir(parents=True, exist_ok=True)
+        config = {"model": curve.name, "corpus": curve.corpus}
+        sink.run = wandb.init(project=project, name=name, dir=str(folder), config=config)
+        try:
+            yield sink, f"{project}/{name}"
+        finally:
+            sink.run.finish()
 
 
 def file_name(curve: Curve) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from anisoscope.atomic import write_file
 from anisoscope.errors import AnisoscopeError, SpecError
 from anisoscope.figures.rows import Row, listed
 
@@ -120,9 +121,7 @@ def save(chart: Chart, path: str | Path, *, scale: float | int = 2) -> Path:
     suffix = path.suffix.removeprefix(".").lower()
     if suffix not in FORMATS:
         raise SpecError(f"figures are saved as {', '.join(FORMATS)}; came {path.name}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(rendered(chart, suffix, scale=scale))
-    return path
+    return write_file(path, rendered(chart, suffix, scale=scale))
 
 
 def rendered(chart: Chart, suffix: str, *, scale: float | int = 2) -> bytes:

@@ -5,16 +5,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
-
+from anisoscope import tables
+from anisoscope.atomic import check_target, write_file
 from anisoscope.errors import SpecError, StoreError
 from anisoscope.report.gathering import Report, gather
-from anisoscope.report.packing import table_to_csv
 from anisoscope.report.page import plain_name, render
 
 PICTURES = ("png", "svg", "pdf")
-TABLES = ("csv", "parquet")
-FORMATS = ("html", *PICTURES, *TABLES)
+FORMATS = ("html", *PICTURES, *tables.FORMATS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,23 +32,18 @@ def write_report(folders: Sequence[Path], output: Path | None = None, *, how: st
     """Gather and write; `output` is a file, and for pictures a folder."""
     if how not in FORMATS:
         raise SpecError(f"a report is written as {', '.join(FORMATS)}; came {how!r}")
-    path = output or Path("figures" if how in PICTURES else f"table.{how}" if how in TABLES else "report.html")
-    if how not in PICTURES and path.is_dir():
-        raise SpecError(f"{path} is a folder, and {how} is one file: name a file with -o")
-    report = gather(folders, seed=seed, drawn=how not in TABLES)
+    path = output or Path("figures" if how in PICTURES else f"table.{how}" if how in tables.FORMATS else "report.html")
+    if how not in PICTURES:
+        check_target(path)
+    report = gather(folders, seed=seed, drawn=how not in tables.FORMATS)
     if not report.table.num_rows:
         raise StoreError(f"there are no finished units in {', '.join(map(str, folders))}")
-    try:
-        (path if how in PICTURES else path.parent).mkdir(parents=True, exist_ok=True)
-        if how in PICTURES:
-            return _write_pictures(report, path, how)
-        if how == "parquet":
-            pq.write_table(report.table, path, compression="zstd")
-        else:
-            data = table_to_csv(report.table, values=True) if how == "csv" else render(report).encode()
-            path.write_bytes(data)
-    except OSError as error:
-        raise StoreError(f"cannot write {path}: {error}") from error
+    if how in PICTURES:
+        return _write_pictures(report, path, how)
+    if how in tables.FORMATS:
+        tables.write_table(report.table, path, to=how)
+    else:
+        write_file(path, render(report))
     return Written(report=report, path=path, count=1, failed=())
 
 

@@ -3,34 +3,17 @@
 import base64
 import gzip
 import hashlib
-import io
 import json
 import math
 from collections.abc import Mapping
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.csv as pcsv
 
 # Digits a chart can show; the data for download keep all of theirs.
 _DIGITS = 6
 # A column with fewer different values than this share of its rows is kept as a list of values and their numbers.
 _FEW = 1 / 3
-
-
-def table_to_csv(table: pa.Table, *, values: bool = False) -> bytes:
-    """A table as CSV with all digits; `values` keeps the numbers of each batch, joined by `;`."""
-    if "values" in table.column_names:
-        place = table.column_names.index("values")
-        joined = [
-            ";".join("" if one is None else repr(one) for one in row or ()) for row in table["values"].to_pylist()
-        ]
-        table = (
-            table.set_column(place, "values", pa.array(joined, pa.string())) if values else table.remove_column(place)
-        )
-    sink = io.BytesIO()
-    pcsv.write_csv(table, sink, pcsv.WriteOptions(quoting_style="needed"))
-    return sink.getvalue()
 
 
 def pack(data: bytes) -> str:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from anisoscope.atomic import write_file
 from anisoscope.citing import REPRODUCTION
 from anisoscope.errors import CorpusError, MissingPackageError, ModelError
 from anisoscope.lab import Recipe
@@ -145,5 +146,4 @@ def _train_all(recipes: Mapping[Path, Recipe], device: str, progress: bool) -> N
 def note_reproduction(paper: Paper, size: str, variant: str | None, output: Path) -> None:
     """Say in the run folder what it reproduces, for whoever cites it."""
     facts = {"paper": paper.name, "size": size, "protocol": paper.protocol(variant)}
-    output.mkdir(parents=True, exist_ok=True)
-    (output / REPRODUCTION).write_text(json.dumps(facts, indent=1) + "\n", "utf-8")
+    write_file(output / REPRODUCTION, json.dumps(facts, indent=1) + "\n")

@@ -168,7 +168,9 @@
 
   // Downloads.
   const quoted = (value) => {
-    const text = value === null || value === undefined ? "" : String(value);
+    let text = value === null || value === undefined ? "" : String(value);
+    // A spreadsheet program takes text that begins like this for a formula.
+    if (typeof value === "string" && value !== "-inf" && /^[=+\-@\t\r]/.test(text)) text = "'" + text;
     return /[",\n\r]/.test(text) ? '"' + text.replaceAll('"', '""') + '"' : text;
   };
   const csvOf = (packed) => {
