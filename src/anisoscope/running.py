@@ -20,7 +20,7 @@ import anisoscope
 from anisoscope.attention import VIEWS as OF_ATTENTION
 from anisoscope.attention import WINDOWS as ATTENTION_WINDOWS
 from anisoscope.attention import attention_records
-from anisoscope.capture import capture, token_losses
+from anisoscope.capture import capture, token_losses, windows_per_pass
 from anisoscope.cloud import Cloud, Tokens
 from anisoscope.corpora import Corpus
 from anisoscope.errors import ModelError, SpecError
@@ -80,7 +80,7 @@ class Run:
         self.metrics = [metric for metric in metrics if metric.needs not in apart]
         self.of_probe = [metric.name for metric in metrics if metric.needs in OF_PROBE]
         self.of_attention = [metric.name for metric in metrics if metric.needs in OF_ATTENTION]
-        self.batch_size = batch_size or max(1, FORWARD_TOKENS // spec.seq_len)
+        self.batch_size = batch_size or windows_per_pass(model, spec.seq_len, FORWARD_TOKENS)
         self.notes = [*corpus.notes, *windows.notes, *model.notes]
         self.norms: dict[str | None, Norm | str] = {}
         self.sites = self._select_sites()
