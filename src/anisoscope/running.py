@@ -51,6 +51,15 @@ def settings_of(spec: Spec) -> dict[str, Any]:
     return {name: getattr(spec, name) for name in ("discard_fraction", "gride_scales", "neighbors", "isoscore_zeta")}
 
 
+def weight_sites(spec: Spec) -> list[str]:
+    """The matrices of embeddings that a Spec asks for."""
+    asked = [pattern for pattern in spec.sites if pattern.endswith(".weight")]
+    names = [name for name in WEIGHT_SITES if any(fnmatchcase(name, pattern) for pattern in asked)]
+    if len(names) < len(asked) and "*" not in "".join(asked):
+        raise SpecError(f"sites of weights are {' and '.join(WEIGHT_SITES)}; came {', '.join(asked)}")
+    return names
+
+
 class Run:
     """What is accumulated while the pools go by, and becomes a Unit."""
 
@@ -308,12 +317,8 @@ class Run:
 
     def _weigh(self) -> Iterator[WeightRecord]:
         """The matrices of embeddings that the Spec asks for."""
-        asked = [pattern for pattern in self.spec.sites if pattern.endswith(".weight")]
-        names = [name for name in WEIGHT_SITES if any(fnmatchcase(name, pattern) for pattern in asked)]
-        if len(names) < len(asked) and "*" not in "".join(asked):
-            raise SpecError(f"sites of weights are {' and '.join(WEIGHT_SITES)}; came {', '.join(asked)}")
         yield from weight_records(
-            self.model.module, names, [metric.name for metric in self.metrics], seed=self.spec.seed
+            self.model.module, weight_sites(self.spec), [metric.name for metric in self.metrics], seed=self.spec.seed
         )
 
     def _count_tokens(self) -> np.ndarray | None:
