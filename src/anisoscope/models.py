@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from anisoscope.layout import select_sites as select_sites
 from anisoscope.layout import sites_of as sites_of
 from anisoscope.layout import verify_layout as verify_layout
 from anisoscope.sources import Source, hash_weights, is_commit, is_seed, locate
-from anisoscope.trace import is_encoder_decoder, make_probe, trace_module
+from anisoscope.trace import is_encoder_decoder, make_probe, run_module, trace_module
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
@@ -49,6 +50,10 @@ class Model:
     notes: tuple[str, ...] = ()
     checks: tuple[str, ...] = ()
     """One sentence per fact that was proven when it was loaded."""
+    logits_width: int = 0
+    """Logits per position; 0 without a head."""
+    plain_head: str | None = None
+    """Path of the linear module whose output was proven to be the logits, with nothing done to them afterwards."""
 
 
 def load_model(
@@ -172,6 +177,7 @@ def _assemble(
     else:
         kind = "encoder"
         checks.append("Changing later tokens changes earlier states: an encoder.")
+    width, plain_head = _find_head(module, probe)
     if head == "causal" and kind == "encoder":
         head = None
         notes.append("It sees later tokens, so its next-token loss means nothing: no loss.")
@@ -185,7 +191,34 @@ def _assemble(
         weights=weights,
         notes=tuple(notes),
         checks=tuple(checks),
+        logits_width=width,
+        plain_head=plain_head,
     )
+
+
+def _find_head(module: nn.Module, probe: Int[Tensor, "b t"]) -> tuple[int, str | None]:
+    """How wide the logits are, and the last linear module that is called, where its output is them bit by bit."""
+    last: list[tuple[str, bool, Tensor]] = []
+
+    def keep(path: str, _: nn.Module, args: Any, output: Any) -> None:
+        by_position = len(args) == 1 and tuple(args[0].shape[:-1]) == tuple(probe.shape)
+        # A copy: logits that are scaled or capped in place afterwards are others.
+        last[:] = [(path, by_position, output.detach().clone())]
+
+    linears = [(path, part) for path, part in module.named_modules() if isinstance(part, nn.Linear)]
+    handles = [part.register_forward_hook(partial(keep, path)) for path, part in linears]
+    try:
+        output = run_module(module, probe)
+    finally:
+        for handle in handles:
+            handle.remove()
+    logits = getattr(output, "logits", None)
+    if not isinstance(logits, Tensor) or logits.ndim != 3 or tuple(logits.shape[:2]) != tuple(probe.shape):
+        return 0, None
+    for path, by_position, made in last:
+        if by_position and made.shape == logits.shape and torch.equal(made.to(logits.dtype), logits):
+            return logits.shape[-1], path
+    return logits.shape[-1], None
 
 
 def _hash_module(module: nn.Module) -> str:

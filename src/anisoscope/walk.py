@@ -7,6 +7,7 @@ from typing import Any
 from anisoscope.corpora import Corpus, load_corpus
 from anisoscope.errors import SpecError
 from anisoscope.estimates import check_settings
+from anisoscope.layout import select_sites
 from anisoscope.metrics import find_metrics
 from anisoscope.models import Model, adopt_model, load_model
 from anisoscope.past import Past
@@ -14,7 +15,7 @@ from anisoscope.probes import Probe
 from anisoscope.records import CONTROLS, POPULATIONS, Checkpoint, Spec, Unit
 from anisoscope.revisions import place_in_training, place_of
 from anisoscope.running import FORWARD_TOKENS as FORWARD_TOKENS
-from anisoscope.running import Run, settings_of
+from anisoscope.running import Run, settings_of, weight_sites
 from anisoscope.sources import hash_weights, is_commit, locate, split_pocket
 from anisoscope.tangent.ranks import check_rank
 from anisoscope.text import Windows, draw_windows
@@ -121,15 +122,26 @@ def measure(
 def load(spec: Spec, corpus: Corpus, model: Any = None, tokenizer: Any = None, **loading: Any) -> tuple[Spec, Model]:
     """The resolved Spec and its model, loaded with the options of `load_model` where none is handed in."""
     hand: dict[str, Any] = {"blocks": spec.blocks, "final_norm": spec.final_norm}
-    for metric in find_metrics([item if isinstance(item, str) else item[0] for item in spec.metrics]):
-        if metric.needs in ("updates", "movement"):
-            raise SpecError(f"{metric.name} compares two checkpoints of a training: `anisoscope sweep --drift`")
+    check_single(spec)
     if model is None:
         spec = resolve(spec, corpus=corpus)
         named = {"revision": spec.revision, "weights": spec.weights, "dtype": spec.dtype}
         return spec, load_model(spec.model, **named, **hand, **loading)
     loaded = model if isinstance(model, Model) else adopt_model(model, tokenizer, name=spec.model, **hand)
     return resolve(spec, corpus=corpus, model=loaded), loaded
+
+
+def check_single(spec: Spec) -> None:
+    """Refuse metrics that one set of weights cannot have."""
+    for metric in find_metrics([item if isinstance(item, str) else item[0] for item in spec.metrics]):
+        if metric.needs in ("updates", "movement"):
+            raise SpecError(f"{metric.name} compares two checkpoints of a training: `anisoscope sweep --drift`")
+
+
+def check_sites(spec: Spec, model: Model) -> None:
+    """Refuse sites that the model does not have."""
+    select_sites(model.layout, [pattern for pattern in spec.sites if not pattern.endswith(".weight")])
+    weight_sites(spec)
 
 
 def draw(spec: Spec, model: Model, corpus: Corpus) -> Windows:
