@@ -171,7 +171,7 @@ def weight_files(folder: Path, names: Sequence[str]) -> list[str]:
     for whole, index, _ in _WEIGHTS:
         if whole in names:
             break
-        if index in names:
+        if index is not None and index in names:
             weights = _shards(folder, index)
             break
     named = _read_json(folder / "config.json").get("transformers_weights") if "config.json" in names else None
