@@ -5,11 +5,11 @@ from dataclasses import replace
 from typing import Any
 
 from anisoscope.corpora import Corpus, load_corpus
-from anisoscope.errors import SpecError
+from anisoscope.errors import ModelError, SpecError
 from anisoscope.estimates import check_settings
 from anisoscope.layout import select_sites
 from anisoscope.metrics import find_metrics
-from anisoscope.models import Model, adopt_model, load_model
+from anisoscope.models import Model, adopt_model, embedding_rows, load_model
 from anisoscope.past import Past
 from anisoscope.probes import Probe
 from anisoscope.records import CONTROLS, POPULATIONS, Checkpoint, Spec, Unit
@@ -146,7 +146,7 @@ def check_sites(spec: Spec, model: Model) -> None:
 
 def draw(spec: Spec, model: Model, corpus: Corpus) -> Windows:
     """The windows of text that a Spec is about."""
-    return draw_windows(
+    windows = draw_windows(
         corpus,
         model.tokenizer,
         seq_len=_fitting_length(spec, model),
@@ -154,6 +154,11 @@ def draw(spec: Spec, model: Model, corpus: Corpus) -> Windows:
         seed=spec.seed,
         special_tokens=spec.special_tokens,
     )
+    rows = embedding_rows(model.module)
+    if rows is not None and windows.token_ids.max() >= rows:
+        largest = int(windows.token_ids.max())
+        raise ModelError(f"{spec.model}: the text has token id {largest}; the embedding has {rows} rows")
+    return windows
 
 
 def _fitting_length(spec: Spec, model: Model) -> int:
