@@ -260,19 +260,23 @@ def test_too_few_windows_have_no_permuted_null(decoder: Model) -> None:
 
 
 def test_what_cannot_be_asked_is_refused(decoder: Model) -> None:
-    with pytest.raises(SpecError, match="gradients are virtual, activation, embedding or linear:PATH"):
+    with pytest.raises(SpecError, match="must be out of virtual, activation, embedding, and linear:PATH"):
         an.measure(spec_for(gradients=("weight",)), model=decoder, progress=False)
-    with pytest.raises(SpecError, match="a tangent proxy is one of"):
+    with pytest.raises(SpecError, match=r"proxy .* must be one of pca, svd, seminmf, local_pca; got 'ica'"):
         an.measure(spec_for(proxy="ica"), model=decoder, progress=False)
-    with pytest.raises(SpecError, match="controls are type_disjoint, shuffled_targets, paper_normals, shares"):
+    with pytest.raises(
+        SpecError, match=r"controls .* must be out of type_disjoint, shuffled_targets, paper_normals, shares"
+    ):
         an.measure(spec_for(controls=("shuffled",)), model=decoder, progress=False)
     with pytest.raises(SpecError, match="the control shares is about tangent_anisotropy_share: ask for it"):
         an.measure(spec_for(controls=("shares",), metrics=("tangent_excess",)), model=decoder, progress=False)
-    with pytest.raises(SpecError, match="a rank is a number or one of variance:SHARE, twonn, participation_ratio"):
+    with pytest.raises(
+        SpecError, match="must be a whole number of at least 1 or one of variance:SHARE, participation_ratio, twonn"
+    ):
         an.measure(spec_for(rank="foo", metrics=("mean_cosine",)), model=decoder, progress=False)
-    with pytest.raises(SpecError, match=r"as variance:0.9; came 'variance:2'"):
+    with pytest.raises(SpecError, match="a SHARE above 0 and at most 1; got 'variance:2'"):
         an.measure(spec_for(rank="variance:2", metrics=("mean_cosine",)), model=decoder, progress=False)
-    with pytest.raises(SpecError, match="a rank is at least 1; came 0"):
+    with pytest.raises(SpecError, match=r"a whole number of at least 1 .*; got 0"):
         an.measure(spec_for(rank=0, metrics=("mean_cosine",)), model=decoder, progress=False)
     with pytest.raises(SpecError, match="give grads="):
         an.estimate(np.eye(4), ["tangent_excess"])
@@ -602,7 +606,7 @@ def test_ranks_go_by_a_rule(decoder: Model) -> None:
         found = rows(unit, site=site.name, proxy="pca", variant="mean=in")
         assert {row.rank for row in found} == {rank}
         assert all("by variance:0.5" in (row.note or "") for row in found)
-    with pytest.raises(SpecError, match="a rank is a number or one of"):
+    with pytest.raises(SpecError, match="must be a whole number of at least 1 or one of"):
         an.measure(spec_for(rank="some"), model=decoder, progress=False)
 
 
@@ -672,7 +676,7 @@ def test_the_source_has_twenty_normals(decoder: Model, unit: an.Unit) -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"gradients": ("some:thing",)}, "gradients are virtual, activation, embedding or linear:PATH"),
+        ({"gradients": ("some:thing",)}, "must be out of virtual, activation, embedding, and linear:PATH"),
         ({"gradients": ("embedding",)}, "held against states at embed or final_norm"),
     ],
 )

@@ -116,9 +116,9 @@ def test_rows_that_differ_in_more_than_their_site_are_told_apart(tmp_path: Path)
 def test_words_that_mean_nothing_are_usage_errors() -> None:
     small = ("measure", "pocket-decoder", "--tokens", "512", "--seq-len", "32")
     for flags, told in (
-        (("--controls", "foo"), "--controls takes type_disjoint"),
+        (("--controls", "foo"), "must be out of type_disjoint, shuffled_targets, paper_normals, shares; got 'foo'"),
         (("--controls", "shares", "--metrics", "tangent_excess"), "is about tangent_anisotropy_share"),
-        (("--rank", "foo"), "a rank is a number or one of"),
+        (("--rank", "foo"), "rank (--rank) must be a whole number of at least 1 or one of variance:SHARE"),
     ):
         done = call(*small, *flags)
         assert done.exit_code == 2
@@ -193,7 +193,11 @@ def test_one_bad_model_among_good_ones_is_exit_three_and_nothing_is_lost(
     ("arguments", "code", "words"),
     [
         (("measure", "{decoder}", "--metrics", "twonnn"), 2, "did you mean twonn"),
-        (("measure", "{decoder}", "--populations", "most"), 2, "unknown population"),
+        (
+            ("measure", "{decoder}", "--populations", "most"),
+            2,
+            "must be out of all, content, typical, types, matched; got 'most'",
+        ),
         (("measure", "{decoder}", "--dtype", "float99"), 2, "float99"),
         (("measure", "{decoder}", "--sites", "block.77"), 2, "block.77"),
         (("measure", "{decoder}", "--batch-size", "none"), 2, "--batch-size"),

@@ -11,8 +11,8 @@ PACKAGE = Path(__file__).parent.parent / "src" / "anisoscope"
 
 # Each room may use rooms of earlier lines, in its own wing: computing (with torch), reading (without).
 COMPUTING = (
-    {"errors", "records", "progress", "revisions"},
-    {"atomic", "columns"},
+    {"errors", "validation", "records", "progress", "revisions"},
+    {"atomic", "columns", "inputs", "terminal"},
     {"tables"},
     {"store", "hub", "schedules", "sinks", "presets", "conditions", "undisturbed", "tracks"},
     {"status", "sources", "exporting"},
@@ -53,8 +53,8 @@ COMPUTING = (
     {"__main__"},
 )
 READING = (
-    {"errors", "records", "progress", "revisions", "wikitext"},
-    {"atomic", "columns"},
+    {"errors", "validation", "records", "progress", "revisions", "wikitext"},
+    {"atomic", "columns", "inputs", "terminal"},
     {"tables"},
     {"store", "protocols", "integrity", "flags", "corpora"},
     {"lab"},
@@ -71,6 +71,9 @@ TORCH_FREE = (
     "errors",
     "atomic",
     "tables",
+    "validation",
+    "inputs",
+    "terminal",
     "records",
     "progress",
     "revisions",

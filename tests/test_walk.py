@@ -301,14 +301,14 @@ def test_fewer_points_than_a_batch_are_measured_with_a_note(decoder: Model, corp
 def test_bad_requests_are_clear(decoder: Model, corpus_file: Path) -> None:
     for changes, words in (
         ({"metrics": ("twonnn",)}, "did you mean twonn"),
-        ({"populations": ("everyone",)}, "unknown population 'everyone'"),
-        ({"tokens": 0}, "must be positive"),
-        ({"batch_points": 1}, "batch_points must lie between"),
-        ({"discard_fraction": 1.0}, "discard_fraction must lie between"),
+        ({"populations": ("everyone",)}, "must be out of all, content, typical, types, matched; got 'everyone'"),
+        ({"tokens": 0}, "must be a whole number between 1 and"),
+        ({"batch_points": 1}, "must be a whole number between 2 and"),
+        ({"discard_fraction": 1.0}, "must be a number between 0.0 and 0.99"),
         ({"seq_len": 1024}, "has 512 positions"),
         ({"sites": ("block.9",)}, "block.9"),
         ({"metrics": (("twonn", 99),)}, "asks for version 99 of twonn"),
-        ({"gride_scales": (3,)}, "gride_3"),
+        ({"gride_scales": (3,)}, "out of 2, 4, 8, 16, 32, 64; got 3"),
     ):
         with pytest.raises(SpecError, match=words):
             measure(spec_for(corpus_file, **changes), model=decoder, progress=False)
@@ -439,5 +439,5 @@ def test_weights_are_sites_of_their_own(decoder: Model, corpus_file: Path) -> No
         spec_for(corpus_file, sites=("embed.weight",), metrics=("mean_cosine",)), model=decoder, progress=False
     )
     assert [row.value for row in alone.records] == [row.value for row in found]
-    with pytest.raises(SpecError, match=r"embed\.weight and unembed\.weight"):
+    with pytest.raises(SpecError, match=r"embed\.weight, unembed\.weight"):
         measure(spec_for(corpus_file, sites=("head.weight",)), model=decoder, progress=False)

@@ -39,7 +39,7 @@ from anisoscope.kernels.queues import few_threads
 from anisoscope.metrics import Metric, all_metrics
 from anisoscope.past import Past, sketch
 from anisoscope.probed import Probed, ProbeRow
-from anisoscope.records import CONTROLS, Site
+from anisoscope.records import Site
 from anisoscope.tangent.energies import uncoupled_alignments
 from anisoscope.tangent.means import without_mean
 from anisoscope.tangent.proxies import Proxy, fit_each
@@ -122,15 +122,8 @@ class _Analysis:
         self.gradients = [name for name in asked if name in GRADIENTS]
         self.linears = [name.partition(":")[2] for name in asked if name.startswith("linear:")]
         self.embedding = "embedding" in asked
-        known = (*GRADIENTS, "embedding")
-        if unknown := [name for name in asked if name not in known and not name.startswith("linear:")]:
-            raise SpecError(
-                f"gradients are {', '.join(GRADIENTS)}, embedding or linear:PATH of a module; came {', '.join(unknown)}"
-            )
         if self.embedding and not any(site.name in EMBEDDED for site in probed.sites):
             raise SpecError(f"gradients of the embedding are held against states at {' or '.join(EMBEDDED)}: add one")
-        if unknown := set(spec.controls) - set(CONTROLS):
-            raise SpecError(f"controls are {', '.join(CONTROLS)}; came {', '.join(sorted(unknown))}")
         self.type_disjoint, self.shuffled = (name in spec.controls for name in ("type_disjoint", "shuffled_targets"))
         self.proxies = tuple(dict.fromkeys((spec.proxy, *PROXIES)))
         shown = probed.gradients.tokens

@@ -13,6 +13,7 @@ from typing import Any
 
 from anisoscope.errors import CheckpointError, ModelError, SpecError
 from anisoscope.hub import ask_hub
+from anisoscope.inputs import read_text
 from anisoscope.integrity import Verified, verify
 from anisoscope.progress import show_progress
 from anisoscope.records import Checkpoint, WeightFile
@@ -111,15 +112,15 @@ def _trainer_state(model: str, revision: str | None) -> dict[str, Any]:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
 
 
+_LIST_BYTES = 1 << 26
+
+
 def read_list(path: Path, model: str | None = None, *, tokens_per_step: int | None = None) -> list[Checkpoint]:
     """Checkpoints from a file, in its order: one a line, `MODEL@REVISION`, a folder, or a revision of `model`.
 
     `step=3000` and `tokens=6.3B` may follow. Blank lines and what follows a # are passed over.
     """
-    try:
-        lines = path.read_text("utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise SpecError(f"the list {path} cannot be read: {error}") from error
+    lines = read_text(path, at_most=_LIST_BYTES).splitlines()
     found = []
     for number, line in enumerate(lines, start=1):
         name, *facts = line.partition("#")[0].split() or [""]
@@ -153,7 +154,7 @@ def choose(
     """Some of a series: N spread evenly in log step, or every Nth; the first and the last are always among them."""
     if log_spaced is not None and every is not None:
         raise SpecError("--log-spaced and --every exclude each other")
-    if min(log_spaced or 2, every or 1) < 1 or log_spaced == 1:
+    if (log_spaced is not None and log_spaced < 2) or (every is not None and every < 1):
         raise SpecError("--log-spaced takes a number from 2 on, --every one from 1 on")
     if every is not None:
         return [item for place, item in enumerate(checkpoints) if place % every == 0 or item is checkpoints[-1]]

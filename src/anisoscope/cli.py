@@ -1,19 +1,33 @@
 """The command line: parse, call, print. Results go to stdout, progress and notes to stderr."""
 
-from typing import Annotated
+import sys
+from typing import Annotated, Any
 
 import typer
 
 from anisoscope import __version__
 from anisoscope.commands import concepts, exporting, lab, measuring, reading, reproducing, showing, sweeping
-from anisoscope.commands.shared import app
+from anisoscope.commands.shared import FAILED, OK, app, say, sentence
+from anisoscope.errors import StoreError
+from anisoscope.terminal import finish_output, prepare_streams
 
 __all__ = ["app", "concepts", "exporting", "lab", "main", "measuring", "reading", "reproducing", "showing", "sweeping"]
 
 
 def main() -> None:
     """Entry point of the `anisoscope` command."""
-    app()
+    prepare_streams()
+    code: Any = OK
+    try:
+        app()
+    except SystemExit as end:
+        code = end.code
+    try:
+        finish_output()
+    except StoreError as error:
+        say(sentence(error))
+        code = code or FAILED
+    sys.exit(code)
 
 
 def _version(wanted: bool) -> bool:

@@ -30,6 +30,7 @@ import numpy as np
 
 from anisoscope.atomic import write_file
 from anisoscope.errors import CorpusError, MissingPackageError
+from anisoscope.inputs import read_file
 from anisoscope.wikitext import read_articles
 
 SEPARATOR = "\n\n"
@@ -131,10 +132,14 @@ def _decode(data: bytes, where: str, offset: int = 0) -> str:
         ) from error
 
 
+# More than the memory of most machines; a corpus in many files has no limit.
+_FILE_BYTES = 1 << 36
+
+
 def _unpack(path: Path) -> bytes:
     """The bytes of a file, of a gzip file's content, or of a zip file's first member."""
     try:
-        data = path.read_bytes()
+        data = read_file(path, at_most=_FILE_BYTES, error=CorpusError)
         if path.suffix == ".gz":
             return gzip.decompress(data)
         if path.suffix == ".zip":

@@ -15,10 +15,11 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from anisoscope.errors import MissingPackageError, SpecError
+from anisoscope.errors import MissingPackageError
 from anisoscope.fetch import Fetched, fetch
 from anisoscope.jobs import Job, Orders, Outcome, run_job
 from anisoscope.store import Store
+from anisoscope.validation import check_setting
 
 T = TypeVar("T")
 
@@ -165,8 +166,7 @@ ENGINES: dict[str, Engine] = {
 
 def find_engine(name: str) -> Engine:
     """An engine by name."""
-    if name not in ENGINES:
-        raise SpecError(f"unknown engine {name!r}; there are {', '.join(ENGINES)}")
+    check_setting("engine", name)
     return ENGINES[name]
 
 

@@ -16,6 +16,7 @@ from anisoscope.errors import SpecError, StatesError
 from anisoscope.metrics import Metric, find_metrics
 from anisoscope.nulls import null_of
 from anisoscope.records import Estimate
+from anisoscope.validation import check_settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,11 +165,11 @@ def estimate(
     """
     settings = {
         "discard_fraction": discard_fraction,
-        "gride_scales": gride_scales,
+        "gride_scales": tuple(gride_scales),
         "neighbors": neighbors,
         "isoscore_zeta": isoscore_zeta,
     }
-    check_settings(batch_points=batch_points, **settings)
+    check_settings({**settings, "batch_points": batch_points, "rank": rank, "proxy": proxy, "seed": seed})
     names = [metrics] if isinstance(metrics, str) else list(metrics)
     found = _of_a_matrix(names, gride_scales)
     if token_ids is None or frequencies is None:
@@ -184,6 +185,12 @@ def estimate(
     matrix = _as_matrix(points)
     check_finite("points", matrix)
     ids, places = (_as_labels(name, labels, matrix) for name, labels in given.items())
+    # Checked also where no metric reads them: rows of another shape are a mistake.
+    beside = {
+        "grads": None if grads is None else _as_rows("grads", grads, matrix),
+        "frequencies": None if frequencies is None else _as_numbers("frequencies", frequencies, matrix),
+        "windows": None if windows is None else _as_labels("windows", windows, matrix),
+    }
     apart: dict[str, Estimate] = {}
     if handed:
         # It looks at walks of a model too, which look at this room.
@@ -192,10 +199,8 @@ def estimate(
         apart = estimate_handed(
             handed,
             matrix,
-            grads=None if grads is None else _as_rows("grads", grads, matrix),
             token_ids=None if token_ids is None else ids,
-            frequencies=None if frequencies is None else _as_numbers("frequencies", frequencies, matrix),
-            windows=None if windows is None else _as_labels("windows", windows, matrix),
+            **beside,
             rank=rank,
             proxy=proxy,
             gradient=gradient,
@@ -264,8 +269,13 @@ def _as_numbers(name: str, numbers: Any, points: Float[Tensor, "n d"]) -> Float[
 
 def _as_matrix(points: Any, name: str = "points") -> Float[Tensor, "n d"]:
     wanted = f"{name} must be a matrix of floats, one point per row"
+    if hasattr(points, "to_numpy"):
+        # pandas and polars: torch would look up rows as if they were columns.
+        points = points.to_numpy()
     if isinstance(points, np.ndarray):
         # torch takes neither reversed rows nor foreign byte order, and warns of memory that is read-only.
+        if points.dtype.kind not in "biufc":
+            raise SpecError(f"{wanted}; came values that are not numbers ({points.dtype}): select the numeric columns")
         points = np.require(points, points.dtype.newbyteorder("="), ["C", "W"])
     try:
         matrix = torch.as_tensor(points)
@@ -297,18 +307,3 @@ def deal(count: int, hands: int, seed: int) -> list[Tensor]:
     """0 ... count - 1 in seeded random order, dealt into hands of equal size (give or take one)."""
     order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
     return list(order.tensor_split(hands))
-
-
-def check_settings(
-    *, batch_points: int, discard_fraction: float, gride_scales: tuple[int, ...], neighbors: int, isoscore_zeta: float
-) -> None:
-    """Refuse settings outside their range."""
-    for name, value, low, high in (
-        ("batch_points", batch_points, 2, 2**31),
-        ("discard_fraction", discard_fraction, 0.0, 0.99),
-        ("neighbors", neighbors, 2, 1024),
-        ("isoscore_zeta", isoscore_zeta, 0.0, 1.0),
-    ):
-        if not low <= value <= high:
-            raise SpecError(f"{name} must lie between {low} and {high}; came {value}")
-    find_metrics([f"gride_{scale}" for scale in gride_scales] or ["twonn"])

@@ -1,14 +1,17 @@
 """Flags that several commands share: what can change a number (fields of Spec), and what cannot."""
 
 import inspect
+import math
 import tomllib
+import typing
 from collections.abc import Callable
 from typing import Annotated, Any, TypeVar
 
 import typer
 
 from anisoscope.errors import SpecError
-from anisoscope.records import CONTROLS
+from anisoscope.inputs import read_text
+from anisoscope.validation import CONTROLS, check_settings
 
 Command = TypeVar("Command", bound=Callable[..., None])
 
@@ -53,13 +56,11 @@ def spec_flags(
     final_norm: Annotated[str | None, typer.Option(help="Path of the final norm, where it is not found.")] = None,
 ) -> dict[str, Any]:
     """Fields of Spec that were given."""
-    if unknown := [name for name in words(controls) or () if name not in CONTROLS]:
-        raise SpecError(f"--controls takes {', '.join(CONTROLS)}; came {', '.join(unknown)}")
     given = {
         "corpus": corpus,
-        "metrics": words(metrics),
-        "sites": words(sites),
-        "populations": words(populations),
+        "metrics": words(metrics, "--metrics"),
+        "sites": words(sites, "--sites"),
+        "populations": words(populations, "--populations"),
         "tokens": tokens,
         "seq_len": seq_len,
         "batch_points": batch_points,
@@ -71,15 +72,19 @@ def spec_flags(
         "neighbors": neighbors,
         "gride_scales": _numbers(gride_scales),
         "isoscore_zeta": isoscore_zeta,
-        "rank": int(rank) if rank is not None and rank.lstrip("-").isdecimal() else rank,
+        "rank": _number_or_rule(rank),
         "curvature_rank": curvature_rank,
         "proxy": proxy,
-        "gradients": words(gradients),
-        "controls": words(controls),
-        "blocks": words(blocks),
-        "final_norm": words(final_norm),
+        "gradients": words(gradients, "--gradients"),
+        "controls": words(controls, "--controls"),
+        "blocks": words(blocks, "--blocks"),
+        "final_norm": words(final_norm, "--final-norm"),
     }
-    return {name: value for name, value in given.items() if value is not None}
+    given = {name: value for name, value in given.items() if value is not None}
+    check_settings(given)
+    if variants := [name for name in given.get("controls", ()) if name not in CONTROLS]:
+        raise SpecError(f"--controls takes {', '.join(CONTROLS)}; got {', '.join(variants)}")
+    return given
 
 
 def run_flags(
@@ -105,6 +110,10 @@ def run_flags(
     }
 
 
+# A TOML file of flags has a few hundred bytes.
+CONFIG_BYTES = 1 << 20
+
+
 def read_config(context, path):
     """Let a TOML file give the defaults of a command's flags and arguments.
 
@@ -113,9 +122,11 @@ def read_config(context, path):
     if path is None:
         return None
     try:
-        given = tomllib.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise typer.BadParameter(f"{path}: {error}") from error
+        given = tomllib.loads(read_text(path, at_most=CONFIG_BYTES))
+    except SpecError as error:
+        raise typer.BadParameter(str(error)) from error
+    except (ValueError, RecursionError) as error:
+        raise typer.BadParameter(f"{path} is not valid TOML: {error}") from error
     names = {word.lstrip("-").replace("-", "_"): item for item in context.command.params for word in item.opts}
     names |= {"model": names["models"]} if "models" in names else {}
     unknown = sorted(key for key in given if key.replace("-", "_") not in names)
@@ -125,12 +136,50 @@ def read_config(context, path):
     for key, value in given.items():
         item = names[key.replace("-", "_")]
         values = value if isinstance(value, list) else [value]
+        hint = inspect.signature(context.command.callback).parameters[item.name].annotation
+        for one in values:
+            _check_type(f"{path}: {key}", one, hint)
         several = item.multiple or item.nargs == -1
         # Flags that take several words want them with commas between.
         context.default_map[str(item.name)] = (
             values if several else ",".join(map(str, values)) if values != [value] else value
         )
     return path
+
+
+def _check_type(what: str, value: Any, hint: Any) -> None:
+    """Refuse a TOML value of another type than its flag: parsing it would make `true` the number 1."""
+    found = _types_in(hint)
+    for kind, accepted in {bool: (bool,), int: (int,), float: (int, float)}.items():
+        if kind in found:
+            wanted, fits = kind.__name__, isinstance(value, accepted) and (kind is bool or not isinstance(value, bool))
+            break
+    else:
+        wanted, fits = "text", isinstance(value, str | int | float) and not isinstance(value, bool)
+    if not fits:
+        raise typer.BadParameter(f"{what} must be of type {wanted}; got {value!r}")
+
+
+def _types_in(hint: Any) -> set[Any]:
+    """The classes in a type hint: of `Annotated[list[int] | None, ...]` list, int and None."""
+    inside = typing.get_args(hint)
+    if hasattr(hint, "__metadata__"):
+        return _types_in(inside[0])
+    return {hint}.union(*map(_types_in, inside)) if inside else {hint}
+
+
+def finite(value: float | None) -> float | None:
+    """Refuse nan and inf, which pass every comparison with a bound: a callback of flags."""
+    if value is not None and not math.isfinite(value):
+        raise typer.BadParameter(f"{value} is not a finite number.")
+    return value
+
+
+def above_zero(value: float | None) -> float | None:
+    """Refuse numbers that are not above 0: a callback of flags."""
+    if finite(value) is not None and value <= 0:  # pyright: ignore[reportOptionalOperand]
+        raise typer.BadParameter(f"{value} is not above 0.")
+    return value
 
 
 def takes(*shared: Callable[..., Any]) -> Callable[[Command], Command]:
@@ -159,21 +208,40 @@ def pick(flags: dict[str, Any], function: Callable[..., dict[str, Any]]) -> dict
     return function(**{name: flags[name] for name in inspect.signature(function).parameters})
 
 
-def words(text: str | None) -> tuple[str, ...] | None:
+def words(text: str | None, flag: str = "a list") -> tuple[str, ...] | None:
     """What stands between commas."""
-    return None if text is None else tuple(word.strip() for word in text.split(",") if word.strip())
+    if text is None:
+        return None
+    found = tuple(word.strip() for word in text.split(",") if word.strip())
+    if not found:
+        raise SpecError(f"{flag} takes one or more words with commas between them; got {text!r}: leave it out instead")
+    return found
 
 
 def _numbers(text: str | None) -> tuple[int, ...] | None:
     try:
-        return None if text is None else tuple(int(word) for word in words(text) or ())
+        return None if text is None else tuple(int(word) for word in words(text, "--gride-scales") or ())
+    except SpecError:
+        raise
     except ValueError as error:
-        raise SpecError(f"--gride-scales takes whole numbers with commas between them; came {text!r}") from error
+        raise SpecError(f"--gride-scales takes whole numbers with commas between them; got {text!r}") from error
+
+
+def _number_or_rule(text: str | None) -> int | str | None:
+    """The rank: `16` is a number, `variance:0.9` a rule."""
+    try:
+        return None if text is None else int(text)
+    except ValueError:
+        return text
 
 
 def _batch_size(text: str) -> int | None:
     if text == "auto":
         return None
-    if not text.isdigit() or int(text) < 1:
-        raise SpecError(f"--batch-size is auto or a positive number; came {text!r}")
-    return int(text)
+    try:
+        size = int(text)
+    except ValueError:
+        size = 0
+    if size < 1:
+        raise SpecError(f"--batch-size must be auto or a whole number of at least 1; got {text!r}; example: 8")
+    return size

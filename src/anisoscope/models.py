@@ -29,8 +29,7 @@ from anisoscope.layout import sites_of as sites_of
 from anisoscope.layout import verify_layout as verify_layout
 from anisoscope.sources import Source, hash_weights, is_commit, is_seed, locate
 from anisoscope.trace import is_encoder_decoder, make_probe, run_module, trace_module
-
-DTYPES = ("float32", "bfloat16", "float16", "float64")
+from anisoscope.validation import check_setting
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -75,8 +74,7 @@ def load_model(
 
     `weights` is the commit of a hub model where it is known already, `folder` where its files were fetched to.
     """
-    if dtype not in DTYPES:
-        raise SpecError(f"unknown dtype {dtype!r}: one of {', '.join(DTYPES)}")
+    check_setting("dtype", dtype)
     where = _pick_device(device)
     if device_map is not None:
         _need(("accelerate",), "device_map")

@@ -5,27 +5,21 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import InitVar, asdict, dataclass, field, fields
 from typing import Any
 
 import numpy as np
 
+from anisoscope.validation import CONTROLS as CONTROLS
+from anisoscope.validation import POPULATIONS as POPULATIONS
+from anisoscope.validation import check_settings
+
 # Raised whenever the meaning of an unchanged Spec changes, so that old units are never taken for new ones.
 KEY_VERSION = 1
 
-POPULATIONS = ("all", "content", "typical", "types", "matched")
 # After the norm alone, after its gain, after its bias: the last is what the module returns.
 FINAL_NORM_SITES = ("final_norm.normed", "final_norm.gained", "final_norm")
 DEFAULT_METRICS = ("leading_variance", "mean_cosine", "isoscore", "participation_ratio", "twonn", "loss")
-
-
-CONTROLS = {
-    "type_disjoint": ("tangent_excess", "tangent_energy", "tangent_gain", "normal_ratio"),
-    "shuffled_targets": ("tangent_energy",),
-    "paper_normals": ("normal_ratio",),
-    "shares": ("tangent_anisotropy_share",),
-}
-"""What gradients can be held against beside the usual, and the metrics that show it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,11 +65,14 @@ class Spec:
     proxy_from: str | None = None
     gradients: tuple[str, ...] = ()
     controls: tuple[str, ...] = ()
+    check: InitVar[bool] = True
+    """Whether impossible values are refused. A stored Spec is read as it is, whatever the rules were at its time."""
 
-    def __post_init__(self) -> None:
-        # Lists, as TOML and notebooks give them, are as good as tuples but would not be hashable.
+    def __post_init__(self, check: bool) -> None:
         for item in fields(self):
-            object.__setattr__(self, item.name, _as_tuple(getattr(self, item.name)))
+            object.__setattr__(self, item.name, _plain(getattr(self, item.name)))
+        if check:
+            check_settings({item.name: getattr(self, item.name) for item in fields(self)})
 
     def canonical(self) -> str:
         """The Spec as JSON that does not depend on the order of its fields."""
@@ -89,11 +86,14 @@ class Spec:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Spec":
         """The Spec that `canonical` wrote."""
-        return cls(**{name: _as_tuple(value) for name, value in values.items()})
+        return cls(**{name: _plain(value) for name, value in values.items()}, check=False)
 
 
-def _as_tuple(value: Any) -> Any:
-    return tuple(_as_tuple(item) for item in value) if isinstance(value, list | tuple) else value
+def _plain(value: Any) -> Any:
+    """Lists, as TOML and notebooks give them, as tuples, which are hashable; numbers of numpy as those of Python."""
+    if isinstance(value, list | tuple):
+        return tuple(_plain(item) for item in value)
+    return value.item() if isinstance(value, np.generic) else value
 
 
 @dataclass(frozen=True, kw_only=True)

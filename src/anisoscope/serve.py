@@ -11,6 +11,7 @@ import hashlib
 import html
 import ipaddress
 import json
+import math
 import socket
 import threading
 import time
@@ -39,40 +40,50 @@ _HEADERS = {
 class Watched:
     """The report of run folders, made again when something in them changed."""
 
-    def __init__(self, folders: Sequence[Path]) -> None:
-        """Nothing is read yet."""
+    def __init__(self, folders: Sequence[Path], *, patience: float = math.inf) -> None:
+        """Nothing is read yet. A request waits `patience` seconds for a page that is being made."""
         self.folders = tuple(folders)
+        self.patience = patience
         self._lock = threading.Lock()
-        self._refreshing = threading.Lock()
+        self._making: threading.Thread | None = None
         self._shown = ""
         self._page = b""
+        self._fault = b""
         self._rest_until = 0.0
 
     def page(self) -> bytes:
-        """The page of the current state; one that fails says why and tries again."""
-        with self._lock:
-            if self._is_due():
-                state, begun = self.state(), time.monotonic()
-                try:
-                    self._page = render(gather(self.folders, state=state)).encode()
-                except Exception as error:  # the folder may be half written: the page must survive it
-                    return _apology(error).encode()
-                self._shown = state
-                # A folder that changes faster than pages are made keeps this machine busy half of the time at most.
-                self._rest_until = 2 * time.monotonic() - begun
-            return self._page
+        """The page of the current state; one that fails says why and tries again.
+
+        Where it takes longer than `patience` to make, the page before it, or one that says what is being done.
+        """
+        making = self.begin()
+        if making is not None:
+            making.join(min(self.patience, threading.TIMEOUT_MAX))
+        return self._fault or self._page or _waiting(self.folders)
 
     def status(self) -> dict[str, str]:
         """Which page is ready; a newer one is begun where the folder changed. Cheap enough to be asked every second."""
-        if self._is_due() and self._refreshing.acquire(blocking=False):
-            threading.Thread(target=self._refresh, daemon=True).start()
+        self.begin()
         return {"state": self._shown, "sentence": "; ".join(filter(None, map(_sentence, self.folders)))}
 
-    def _refresh(self) -> None:
+    def begin(self) -> threading.Thread | None:
+        """The thread that makes a page of what is in the folders now; None where the page is the current one."""
+        with self._lock:
+            if (self._making is None or not self._making.is_alive()) and self._is_due():
+                self._making = threading.Thread(target=self._make, daemon=True)
+                self._making.start()
+            return self._making if self._making is not None and self._making.is_alive() else None
+
+    def _make(self) -> None:
+        state, begun = self.state(), time.monotonic()
         try:
-            self.page()
-        finally:
-            self._refreshing.release()
+            self._page = render(gather(self.folders, state=state)).encode()
+        except Exception as error:  # the folder may be half written: the page must survive it
+            self._fault = _apology(error).encode()
+            return
+        self._fault, self._shown = b"", state
+        # A folder that changes faster than pages are made keeps this machine busy half of the time at most.
+        self._rest_until = 2 * time.monotonic() - begun
 
     def _is_due(self) -> bool:
         return not self._page or (time.monotonic() >= self._rest_until and self.state() != self._shown)
@@ -104,6 +115,15 @@ def _sentence(folder: Path) -> str:
         return survey(Store(folder)).sentence()
     except Exception:  # half-written notes; the next question may find them whole
         return ""
+
+
+def _waiting(folders: Iterable[Path]) -> bytes:
+    named = html.escape(", ".join(folder.name for folder in folders))
+    return (
+        '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><meta http-equiv="refresh" content="2">'
+        "<title>anisoscope report</title></head><body><main><h1>The report is being made</h1>"
+        f"<p>Reading {named} and drawing figures. This page reloads by itself.</p></main></body></html>"
+    ).encode("utf-8", "backslashreplace")
 
 
 def _apology(error: Exception) -> str:
@@ -218,7 +238,12 @@ def is_loopback(host: str) -> bool:
 
 
 def open_server(
-    folders: Sequence[Path], *, host: str = "127.0.0.1", port: int = 0, allow_other_hosts: bool = False
+    folders: Sequence[Path],
+    *,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    allow_other_hosts: bool = False,
+    patience: float = math.inf,
 ) -> Server:
     """A server that is bound and does not run yet; `serve_forever` runs it."""
     if not is_loopback(host) and not allow_other_hosts:
@@ -227,6 +252,6 @@ def open_server(
             "add --allow-other-hosts where that is wanted"
         )
     try:
-        return Server(Watched(folders), host, port)
+        return Server(Watched(folders, patience=patience), host, port)
     except (OSError, OverflowError) as error:
         raise SpecError(f"cannot listen on {host}, port {port}: {error}") from error

@@ -17,6 +17,7 @@ from anisoscope.records import Checkpoint, Record, Site, Spec, Unit
 from anisoscope.revisions import place_in_training, training_order
 from anisoscope.status import watch
 from anisoscope.store import Store
+from anisoscope.validation import check_settings
 from anisoscope.walk import resolve
 
 # What is measured again against the proxies of earlier checkpoints.
@@ -72,6 +73,8 @@ def run_sweep(
     `checkpoints` says more about the checkpoints than their names do, and `series` names the whole runs they were
     chosen from; both may be left out. `measuring` goes to `measure`: device, batch_size, trust_remote_code ...
     """
+    check_settings({"engine": engine, "workers": workers, "gpus_per_job": gpus_per_job, "cpus_per_job": cpus_per_job})
+    check_settings({"max_retries": max_retries, "downloads": downloads, "batch_size": measuring.get("batch_size")})
     store = store if isinstance(store, Store) else Store(store)
     run_engine = find_engine(engine)
     if engine != "local" and any(spec.corpus == "-" for spec in specs):

@@ -6,18 +6,16 @@ from typing import Any
 
 from anisoscope.corpora import Corpus, load_corpus
 from anisoscope.errors import ModelError, SpecError
-from anisoscope.estimates import check_settings
 from anisoscope.layout import select_sites
 from anisoscope.metrics import find_metrics
 from anisoscope.models import Model, adopt_model, embedding_rows, load_model
 from anisoscope.past import Past
 from anisoscope.probes import Probe
-from anisoscope.records import CONTROLS, POPULATIONS, Checkpoint, Spec, Unit
+from anisoscope.records import CONTROLS, Checkpoint, Spec, Unit
 from anisoscope.revisions import place_in_training, place_of
 from anisoscope.running import FORWARD_TOKENS as FORWARD_TOKENS
-from anisoscope.running import Run, settings_of, weight_sites
+from anisoscope.running import Run, weight_sites
 from anisoscope.sources import hash_weights, is_commit, locate, split_pocket
-from anisoscope.tangent.ranks import check_rank
 from anisoscope.text import Windows, draw_windows
 
 
@@ -28,16 +26,9 @@ def resolve(spec: Spec, *, corpus: Corpus | None = None, model: Model | None = N
     """
     name, revision = split_pocket(spec.model, spec.revision)
     spec = replace(spec, model=name, revision=revision)
-    if min(spec.tokens, spec.seq_len) < 1:
-        raise SpecError(f"tokens and seq_len must be positive; came {spec.tokens} and {spec.seq_len}")
-    check_settings(batch_points=spec.batch_points, **settings_of(spec))
-    for name in spec.populations:
-        if name not in POPULATIONS:
-            raise SpecError(f"unknown population {name!r}; there are {', '.join(POPULATIONS)}")
     metrics = find_metrics(
         [item if isinstance(item, str) else item[0] for item in spec.metrics], gride_scales=spec.gride_scales
     )
-    check_rank(spec.rank)
     for control, shown in CONTROLS.items():
         # Units that hold gradients against the past have a part of the metrics that were asked for.
         if control in spec.controls and spec.proxy_from is None and not {item.name for item in metrics} & {*shown}:

@@ -8,6 +8,7 @@ no p, and for the first differences, where a permutation of blocks has one.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ import pyarrow as pa
 
 from anisoscope.conditions import parse_place
 from anisoscope.errors import SpecError
+from anisoscope.inputs import read_text
 from anisoscope.revisions import training_order
 from anisoscope.store import name_trainings
 
@@ -154,12 +156,18 @@ def _ranks(values: np.ndarray) -> np.ndarray:
     return (np.cumsum(counts) - (counts - 1) / 2)[place]
 
 
+_CSV_BYTES = 1 << 28
+
+
 def read_column(path: Any, column: str | None = None) -> dict[tuple[str, int], float]:
     """Values by (model, step) from a CSV file with columns model, step and one more."""
     import csv
+    import io
 
-    with open(path, encoding="utf-8", newline="") as file:
-        rows = list(csv.DictReader(file))
+    try:
+        rows = list(csv.DictReader(io.StringIO(read_text(Path(path), at_most=_CSV_BYTES), newline="")))
+    except csv.Error as error:
+        raise SpecError(f"{path} is not a CSV file: {error}") from error
     if not rows or not {"model", "step"} <= rows[0].keys():
         raise SpecError(
             f"{path} wants the columns model, step and a value; it has {', '.join(rows[0]) if rows else 'none'}"
@@ -170,5 +178,5 @@ def read_column(path: Any, column: str | None = None) -> dict[tuple[str, int], f
         raise SpecError(f"{path}: name one of its columns: {', '.join(others)}")
     try:
         return {(row["model"], int(row["step"])): float(row[chosen]) for row in rows}
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise SpecError(f"{path}: {error}") from error

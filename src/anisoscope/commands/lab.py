@@ -1,6 +1,8 @@
 """Models of our own: `train`, `demo`."""
 
 import json
+import math
+import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -9,9 +11,10 @@ import typer
 
 from anisoscope.commands.shared import PARTLY, Config, Debug, Json, app, reporting, say
 from anisoscope.errors import SpecError
-from anisoscope.flags import words
+from anisoscope.flags import above_zero, finite, words
 from anisoscope.lab import Recipe
 from anisoscope.records import Spec
+from anisoscope.validation import MAX_SEED
 
 
 @app.command()
@@ -22,30 +25,34 @@ def train(
         str | None, typer.Option(help="gpt_neox; bert (post-norm) or eurobert (pre-norm).  [gpt_neox, bert]")
     ] = None,
     corpus: Annotated[str, typer.Option(help="Text to learn from and to measure on.")] = Recipe.corpus,
-    layers: Annotated[int, typer.Option(help="Blocks.")] = Recipe.layers,
-    width: Annotated[int, typer.Option(help="Of the residual stream.")] = Recipe.width,
-    heads: Annotated[int, typer.Option(help="Of attention.")] = Recipe.heads,
+    layers: Annotated[int, typer.Option(min=1, help="Blocks.")] = Recipe.layers,
+    width: Annotated[int, typer.Option(min=8, help="Of the residual stream.")] = Recipe.width,
+    heads: Annotated[int, typer.Option(min=1, help="Of attention.")] = Recipe.heads,
     tied: Annotated[
         bool | None, typer.Option("--tied/--untied", help="Head and embedding.  [bert tied, others not]")
     ] = None,
-    vocabulary: Annotated[int, typer.Option(help="Entries of the tokenizer, learned on the spot.")] = Recipe.vocabulary,
-    seq_len: Annotated[int, typer.Option(help="Tokens in a window.")] = Recipe.seq_len,
-    batch_size: Annotated[int, typer.Option(help="Windows in a step.")] = Recipe.batch_size,
-    steps: Annotated[int, typer.Option(help="Updates.")] = Recipe.steps,
-    learning_rate: Annotated[float, typer.Option(help="After warm-up.")] = Recipe.learning_rate,
-    warmup: Annotated[int, typer.Option(help="Steps in which the learning rate rises.")] = Recipe.warmup,
-    dropout: Annotated[float, typer.Option(help="Of states and attention.")] = Recipe.dropout,
+    vocabulary: Annotated[
+        int, typer.Option(min=1, help="Entries of the tokenizer, learned on the spot.")
+    ] = Recipe.vocabulary,
+    seq_len: Annotated[int, typer.Option(min=1, help="Tokens in a window.")] = Recipe.seq_len,
+    batch_size: Annotated[int, typer.Option(min=1, help="Windows in a step.")] = Recipe.batch_size,
+    steps: Annotated[int, typer.Option(min=1, help="Updates.")] = Recipe.steps,
+    learning_rate: Annotated[float, typer.Option(callback=above_zero, help="After warm-up.")] = Recipe.learning_rate,
+    warmup: Annotated[int, typer.Option(min=0, help="Steps in which the learning rate rises.")] = Recipe.warmup,
+    dropout: Annotated[
+        float, typer.Option(min=0, max=0.99, callback=finite, help="Of states and attention.")
+    ] = Recipe.dropout,
     sampling_exponent: Annotated[
-        float, typer.Option(help="Learn from a type of frequency f as if it were f to this power.")
+        float, typer.Option(callback=finite, help="Learn from a type of frequency f as if it were f to this power.")
     ] = Recipe.sampling_exponent,
     regularize: Annotated[
         list[str] | None,
         typer.Option(help="METRIC=WEIGHT to add to the loss, such as leading_variance=0.1; repeatable."),
     ] = None,
-    checkpoints: Annotated[int, typer.Option(help="Kept, evenly spaced in log step.")] = Recipe.checkpoints,
+    checkpoints: Annotated[int, typer.Option(min=2, help="Kept, evenly spaced in log step.")] = Recipe.checkpoints,
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16 (autocast).  auto: bfloat16 on a GPU")] = Recipe.dtype,
     compiled: Annotated[bool, typer.Option("--compile", help="Train with torch.compile.")] = Recipe.compiled,
-    seed: Annotated[int, typer.Option(help="Of weights, text and masks.")] = Recipe.seed,
+    seed: Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Of weights, text and masks.")] = Recipe.seed,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     watch: Annotated[
         str, typer.Option(help="Geometry measured live: economy, standard, gradients, full, or none.")
@@ -53,12 +60,16 @@ def train(
     metrics: Annotated[
         str | None, typer.Option(help="Estimators or families measured live, with commas.  [as --watch has it]")
     ] = None,
-    watch_steps: Annotated[int, typer.Option(help="Steps measured live, evenly spaced in log step.")] = 32,
-    budget: Annotated[float, typer.Option(help="Share of training time that measuring may take.")] = 0.02,
+    watch_steps: Annotated[int, typer.Option(min=1, help="Steps measured live, evenly spaced in log step.")] = 32,
+    budget: Annotated[
+        float, typer.Option(callback=above_zero, help="Share of training time that measuring may take.")
+    ] = 0.02,
     stop_if: Annotated[
         list[str] | None, typer.Option(help="Stop where 'leading_variance[final_norm] > 0.9 for 3' holds; repeatable.")
     ] = None,
-    max_seconds: Annotated[float | None, typer.Option(help="End this part in time; the same command goes on.")] = None,
+    max_seconds: Annotated[
+        float | None, typer.Option(callback=above_zero, help="End this part in time; the same command goes on.")
+    ] = None,
     config: Config = None,
     as_json: Json = False,
     debug: Debug = False,
@@ -121,12 +132,13 @@ def _watcher(
     from anisoscope.shells import TrainerCallback
 
     # The folder's name is the model's: `runs/small-seed0` and `runs/small-seed1` are seeds of one training.
-    asked = Spec.metrics if metrics is None else words(metrics) or ()
-    spec = Spec(model=output.name, corpus=f"heldout:{recipe.corpus}", seq_len=recipe.seq_len, metrics=asked)
+    asked = words(metrics, "--metrics") or Spec.metrics
+    name = os.path.basename(os.path.abspath(output))
+    spec = Spec(model=name, corpus=f"heldout:{recipe.corpus}", seq_len=recipe.seq_len, metrics=asked)
     count = min(steps, recipe.steps)
     return TrainerCallback(
         spec,
-        run=output.name,
+        run=name,
         store=output,
         preset=preset,
         when=log_spaced(max(3, count), until=max(3, recipe.steps)),
@@ -142,7 +154,9 @@ def _weights(items: list[str]) -> dict[str, float]:
         try:
             found[name] = float(weight)
         except ValueError:
-            raise SpecError(f"--regularize takes METRIC=WEIGHT, such as leading_variance=0.1; came {item!r}") from None
+            found[name] = math.nan
+        if not math.isfinite(found[name]):
+            raise SpecError(f"--regularize takes METRIC=WEIGHT, such as leading_variance=0.1; got {item!r}")
     return found
 
 
@@ -151,7 +165,7 @@ def demo(
     output: Annotated[Path, typer.Option("--output", "-o", metavar="RUN", help="Folder to store units in.")] = Path(
         "runs/demo"
     ),
-    tokens: Annotated[int, typer.Option(help="Tokens to run through each checkpoint.")] = 6144,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens to run through each checkpoint.")] = 6144,
     debug: Debug = False,
 ) -> None:
     """Everything on the two small models of the package and their checkpoints, offline, in about a minute.

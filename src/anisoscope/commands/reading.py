@@ -9,6 +9,7 @@ import typer
 from anisoscope.commands.shared import FAILED, Debug, Json, app, open_run, reporting, say
 from anisoscope.errors import SpecError
 from anisoscope.flags import words
+from anisoscope.validation import MAX_SEED
 
 
 @app.command("ls")
@@ -70,7 +71,7 @@ def claims(
     against: Annotated[
         str | None, typer.Option(help="... with FILE.csv[:COLUMN] (columns model, step and more).  [the loss]")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of the bootstrap.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Of the bootstrap.")] = 0,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -133,8 +134,8 @@ def doctor(
             revision=revision,
             dtype=dtype,
             device=device,
-            blocks=words(blocks) or (),
-            final_norm=words(final_norm) or (),
+            blocks=words(blocks, "--blocks") or (),
+            final_norm=words(final_norm, "--final-norm") or (),
             trust_remote_code=trust_remote_code,
             allow_pickle=allow_pickle,
         )

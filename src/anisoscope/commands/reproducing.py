@@ -9,6 +9,7 @@ import typer
 from anisoscope.commands.shared import FAILED, PARTLY, Debug, Json, Output, app, reporting, say
 from anisoscope.errors import SpecError
 from anisoscope.flags import pick, run_flags, takes
+from anisoscope.validation import check_settings
 
 
 @app.command()
@@ -25,11 +26,11 @@ def reproduce(
         str | None, typer.Option(help="Where text and released code differ: print or code.  [print where there is one]")
     ] = None,
     corpus: Annotated[str | None, typer.Option(help="Another text.  [pydoc; at --size paper the paper's]")] = None,
-    tokens: Annotated[int | None, typer.Option(help="Tokens to run through each checkpoint.")] = None,
-    seq_len: Annotated[int | None, typer.Option(help="Tokens in a window.")] = None,
-    batch_points: Annotated[int | None, typer.Option(help="Points a batch has at least.")] = None,
-    seeds: Annotated[int, typer.Option(help="Small: trainings of each kind.")] = 3,
-    steps: Annotated[int | None, typer.Option(help="Small: updates of each training.  [1000]")] = None,
+    tokens: Annotated[int | None, typer.Option(min=1, help="Tokens to run through each checkpoint.")] = None,
+    seq_len: Annotated[int | None, typer.Option(min=1, help="Tokens in a window.")] = None,
+    batch_points: Annotated[int | None, typer.Option(min=2, help="Points a batch has at least.")] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Small: trainings of each kind.")] = 3,
+    steps: Annotated[int | None, typer.Option(min=1, help="Small: updates of each training.  [1000]")] = None,
     drift: Annotated[
         bool | None,
         typer.Option(
@@ -60,6 +61,7 @@ def reproduce(
         from anisoscope.reproductions.plans import check_request, list_plan, plan_corpora
         from anisoscope.reproductions.showing import print_listed, print_outcomes
 
+        check_settings({"engine": engine, "workers": workers, "gpus_per_job": gpus_per_job})
         wanted = find_paper(paper)
         check_request(wanted, size, variant)
         training = {"seeds": seeds, "steps": steps, "corpus": corpus}

@@ -54,6 +54,13 @@ def sentence(error: BaseException) -> str:
         return f"error: {error}"
     if isinstance(error, ModuleNotFoundError) and error.name in ("torch", "transformers"):
         return f"error: this needs {error.name}, which is not installed here: pip install {error.name}"
+    if isinstance(error, OSError) and error.errno is not None:
+        # What the operating system refuses is no fault of the program: a full disk, a loop of links, a name too long.
+        where = "" if error.filename is None else f": {error.filename}"
+        advice = "; set TMPDIR to a folder that can be written" if "temporary directory" in str(error) else ""
+        return f"error: {error.strerror}{where}{advice} (--debug shows where)"
+    if isinstance(error, MemoryError):
+        return "error: not enough memory; ask for fewer --tokens, a smaller --batch-size or fewer sites"
     return f"unexpected error: {type(error).__name__}: {error} (--debug shows where)"
 
 

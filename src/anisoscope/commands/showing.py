@@ -6,6 +6,10 @@ from typing import Annotated
 import typer
 
 from anisoscope.commands.shared import PARTLY, Debug, app, open_run, reporting, say
+from anisoscope.validation import MAX_SEED
+
+# How long a browser waits for the report before it gets a page that says that it is being made.
+PATIENCE_SECONDS = 2.0
 
 
 @app.command()
@@ -17,7 +21,7 @@ def report(
     how: Annotated[
         str, typer.Option("--format", metavar="html|png|svg|pdf|csv|parquet", help="Page, pictures, or the table.")
     ] = "html",
-    seed: Annotated[int, typer.Option(help="Of the bootstrap behind the verdicts.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Of the bootstrap behind the verdicts.")] = 0,
     debug: Debug = False,
 ) -> None:
     """Write one HTML file that opens offline: verdicts, figures, method, provenance, warnings, data.
@@ -54,9 +58,11 @@ def serve(
     with reporting(debug):
         from anisoscope.serve import open_server
 
-        with open_server(runs, host=host, port=port, allow_other_hosts=allow_other_hosts) as server:
+        options = {"host": host, "port": port, "allow_other_hosts": allow_other_hosts, "patience": PATIENCE_SECONDS}
+        with open_server(runs, **options) as server:
             print(server.address, flush=True)
-            say("Ctrl-C ends it")
+            say(f"making the report of {', '.join(map(str, runs))}; the address can be opened now. Ctrl-C ends it")
+            server.pages.begin()
             try:
                 server.serve_forever(poll_interval=0.2)
             except KeyboardInterrupt:

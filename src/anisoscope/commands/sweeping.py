@@ -13,6 +13,7 @@ from anisoscope.commands.shared import FAILED, PARTLY, Config, Debug, Json, Outp
 from anisoscope.errors import SpecError
 from anisoscope.flags import pick, run_flags, spec_flags, takes, words
 from anisoscope.records import Checkpoint, Spec
+from anisoscope.validation import check_settings
 
 
 @app.command()
@@ -30,9 +31,11 @@ def sweep(
     listed: Annotated[
         Path | None, typer.Option("--list", help="File with a MODEL@REVISION, folder or revision on each line.")
     ] = None,
-    log_spaced: Annotated[int | None, typer.Option(help="Take so many, evenly spaced in log step.")] = None,
-    every: Annotated[int | None, typer.Option(help="Take every Nth; the last is always among them.")] = None,
-    tokens_per_step: Annotated[int | None, typer.Option(help="Training tokens in a step, where you know it.")] = None,
+    log_spaced: Annotated[int | None, typer.Option(min=2, help="Take so many, evenly spaced in log step.")] = None,
+    every: Annotated[int | None, typer.Option(min=1, help="Take every Nth; the last is always among them.")] = None,
+    tokens_per_step: Annotated[
+        int | None, typer.Option(min=1, help="Training tokens in a step, where you know it.")
+    ] = None,
     corpora: Annotated[str | None, typer.Option(help="Several corpora, with commas between them.")] = None,
     engine: Annotated[str, typer.Option(help="local, processes, ray (joins RAY_ADDRESS) or slurm.")] = "local",
     workers: Annotated[int | None, typer.Option(help="Checkpoints measured side by side.  [as there is room]")] = None,
@@ -69,12 +72,17 @@ def sweep(
         from anisoscope.checkpoints import choose, find_checkpoints, inspect_all, read_list
         from anisoscope.listings import print_plan
 
+        how = {"engine": engine, "workers": workers, "gpus_per_job": gpus_per_job, "cpus_per_job": cpus_per_job}
+        how |= {"max_retries": max_retries, "downloads": downloads}
+        check_settings(how)
+        if output is None and not dry_run:
+            raise SpecError("a sweep needs a folder to store units in: -o RUN")
         names = list(models or [])
         if checkpoints is not None:
             names.append(str(Path(checkpoints).parent))
             revisions = Path(checkpoints).name
         names, settings = merge(names, pick(flags, spec_flags), protocol, required=listed is None, dynamics=True)
-        texts = words(corpora) or (settings.pop("corpus", Spec.corpus),)
+        texts = words(corpora, "--corpora") or (settings.pop("corpus", Spec.corpus),)
         if listed is not None:
             chosen = series = read_list(listed, names[0] if names else None, tokens_per_step=tokens_per_step)
         else:
@@ -82,27 +90,20 @@ def sweep(
             followed = [_followed(run, protocol if revisions is None else None) for run in runs]
             chosen = [item for run in followed for item in choose(run, log_spaced=log_spaced, every=every)]
             series = [item for run in runs for item in run]
-        if dry_run:
+        if dry_run or output is None:
             verified = inspect_all(chosen, series=series, progress=not as_json)
             print_plan(verified, corpora=texts, as_json=as_json)
             return
-        if output is None:
-            raise SpecError("a sweep needs a folder to store units in: -o RUN")
         from anisoscope.sweep import plan_specs, run_sweep
 
         swept = run_sweep(
             plan_specs(chosen, texts, settings),
             output,
-            engine,
             checkpoints=chosen,
             series=series,
-            workers=workers,
-            gpus_per_job=gpus_per_job,
-            cpus_per_job=cpus_per_job,
-            max_retries=max_retries,
+            **how,
             verify=not no_verify,
             keep_cache=keep_cache,
-            downloads=downloads,
             engine_options=_pairs(slurm or []),
             progress=not as_json,
             follow=follow,

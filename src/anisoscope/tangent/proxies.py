@@ -21,8 +21,8 @@ from anisoscope.kernels.seminmf import BASIS_WIDTH
 from anisoscope.tangent.clouds import center_clouds, pad_clouds
 from anisoscope.tangent.cones import Cones, start_cones
 from anisoscope.tangent.ranks import choose_rank
+from anisoscope.validation import check_setting
 
-METHODS = ("pca", "svd", "seminmf", "local_pca")
 # The paper fits on the first part of a run's checkpoints, once and for good.
 FROZEN_SHARE = 0.3
 NEIGHBORS = 48
@@ -110,7 +110,7 @@ def fit_proxy(
     neighbors: int = NEIGHBORS,
     seed: int = 0,
 ) -> Proxy | LocalProxy:
-    """A tangent proxy by any of the METHODS: see `fit_global`, and `fit_local` for `local_pca`."""
+    """A tangent proxy by any method of `validation.PROXIES`: see `fit_global`, and `fit_local` for `local_pca`."""
     if method != "local_pca":
         return fit_global(states, method=method, rank=rank, centred=centred, concepts=concepts, seed=seed)
     if not isinstance(states, Tensor):
@@ -169,10 +169,9 @@ def fit_each(
     Places of one width are fitted side by side. `meanwhile` is what the host can do while a GPU is at work on cones.
     """
     for method in methods:
+        check_setting("proxy", method)
         if method == "local_pca":
             raise SpecError("local_pca has a space for each token, and one for all was asked for: pca, svd or seminmf")
-        if method not in METHODS:
-            raise SpecError(f"a tangent proxy is one of {', '.join(METHODS)}; came {method!r}")
         if (method == "pca" and centred is False) or (method == "svd" and centred):
             raise SpecError("pca is centred and svd is not: ask for the other of the two")
     if any(not several or any(one.ndim != 2 or len(one) < 2 for one in several) for several in places):

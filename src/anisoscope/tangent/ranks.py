@@ -8,30 +8,12 @@ from torch import Tensor
 from anisoscope.errors import SpecError, StatesError
 from anisoscope.kernels.neighbors import drop_duplicates, nearest_neighbors
 from anisoscope.metrics.neighbors import twonn
-
-RANK_RULES = ("variance:SHARE", "twonn", "participation_ratio")
-
-
-def check_rank(rule: int | str) -> None:
-    """Refuse what is neither a number of directions nor a rule that gives one."""
-    if isinstance(rule, int):
-        if rule < 1:
-            raise SpecError(f"a rank is at least 1; came {rule}")
-    elif rule.partition(":")[0] == "variance":
-        _share_of(rule)
-    elif rule not in RANK_RULES:
-        raise SpecError(f"a rank is a number or one of {', '.join(RANK_RULES)}; came {rule!r}")
+from anisoscope.validation import check_setting
 
 
 def _share_of(rule: str) -> float:
     """The share of the variance that a rank is to hold, .9 where it is not said."""
-    try:
-        share = float(rule.partition(":")[2] or "0.9")
-    except ValueError:
-        share = math.nan
-    if not 0 < share < 1:
-        raise SpecError(f"rank by variance needs a share between 0 and 1, as variance:0.9; came {rule!r}")
-    return share
+    return float(rule.partition(":")[2] or "0.9")
 
 
 def choose_rank(
@@ -42,7 +24,7 @@ def choose_rank(
     `variance:0.9`: the fewest that hold this share of the variance; `participation_ratio`: (Σλ)²/Σλ²; `twonn`: the
     intrinsic dimension of the states (the last checkpoint's). Both are rounded.
     """
-    check_rank(rule)
+    check_setting("rank", rule)
     dim = states.shape[1]
     if isinstance(rule, int):
         if rule >= dim:
