@@ -11,6 +11,7 @@ from typing import Any, Literal, NoReturn
 
 from anisoscope.corpora import Corpus
 from anisoscope.errors import SpecError
+from anisoscope.large_files import lengths_of
 
 VOCABULARY = 2048
 # Characters of the corpus a tokenizer of that size learns from: enough for it, read in about a second.
@@ -319,6 +320,6 @@ def train_tokenizer(
 
 def _sample(corpus: Corpus, vocabulary: int) -> list[str]:
     """Documents spread evenly over the corpus, up to the character limit, which grows with the vocabulary."""
-    total = sum(len(document) for document in corpus.documents)
+    total = int(lengths_of(corpus.documents).sum())
     stride = max(1, total // (TOKENIZER_CHARACTERS * max(1, vocabulary // VOCABULARY)))
-    return list(corpus.documents[::stride])
+    return [str(document) for document in corpus.documents[::stride]]
