@@ -445,7 +445,9 @@ def test_sketches_give_back_the_proxies_they_were_made_of(unit: an.Unit, decoder
     )
     for method in ("pca", "seminmf"):
         fitted = fit_global(states, method=method, rank=8, seed=0)
-        for _, proxy in past.proxies(SITE, "all", method, 8, states):
+        found = list(past.proxies(SITE, "all", method, 8, states))
+        assert len(found) == 2
+        for _, proxy in found:
             assert turn_between(proxy.basis, fitted.basis).grassmann < 0.02
             assert turn_between(proxy.following, fitted.following).grassmann < (0.05 if method == "pca" else 1.5)
             assert float((proxy.basis.T @ proxy.following).abs().max()) < 1e-3
