@@ -24,10 +24,11 @@ from anisoscope.models import Model, load_model
 from anisoscope.printing import format_value, print_unit
 from anisoscope.probed import Probed
 from anisoscope.probes import draw_probe
-from anisoscope.records import Record, Site
+from anisoscope.records import Record, Site, describe_text
 from anisoscope.tangent.energies import coupled_alignment
 from anisoscope.tangent.proxies import fit_global
 from anisoscope.tangent.windows import pair_windows
+from anisoscope.walk import draw
 
 FAMILY = ("tangent_energy", "tangent_gain", "tangent_excess", "normal_ratio", "gradient_leading_variance")
 BESIDE = ("tangent_anisotropy_share", "tangent_frequency_trend")
@@ -448,7 +449,9 @@ def test_sketches_give_back_the_proxies_they_were_made_of(unit: an.Unit, decoder
     )
     for method in ("pca", "seminmf"):
         fitted = fit_global(states, method=method, rank=8, seed=0)
-        for _, proxy in past.proxies(SITE, "all", method, 8, states):
+        found = list(past.proxies(SITE, "all", method, 8, states))
+        assert len(found) == 2
+        for _, proxy in found:
             assert turn_between(proxy.basis, fitted.basis).grassmann < 0.02
             assert turn_between(proxy.following, fitted.following).grassmann < (0.05 if method == "pca" else 1.5)
             assert float((proxy.basis.T @ proxy.following).abs().max()) < 1e-3
@@ -590,6 +593,41 @@ def test_gradients_are_printed_a_line_for_each_proxy_and_population(
         assert float(cells[4]) == pytest.approx(ratio.value, rel=5e-3)
         # Of tokens, also where a trend over types stands beside.
         assert cells[5:] == [str(energy.rank), str(energy.points)]
+
+
+def test_the_text_of_states_and_that_of_gradients_are_counted_apart(
+    unit: an.Unit, decoder: Model, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec, text = unit.spec, unit.provenance["text"]
+    corpus = load_corpus("pydoc")
+    probe = draw_probe(spec, decoder.tokenizer, corpus)
+    for half, windows in (("fit", probe.fit), ("test", probe.test)):
+        assert text["probe"][half] == {
+            "corpus": "pydoc",
+            "corpus_hash": corpus.hash,
+            "windows": len(windows.token_ids),
+            "tokens": windows.token_ids.size,
+            "documents": len(set(windows.documents.ravel().tolist())),
+        }
+    # Gradients alone were asked for: no states were read, and none are claimed.
+    assert "states" not in text
+    both = an.measure(replace(spec, metrics=("leading_variance", "tangent_energy")), model=decoder, progress=False)
+    states = draw(spec, decoder, corpus)
+    assert both.provenance["text"]["states"]["documents"] == len(set(states.documents.ravel().tolist()))
+    assert both.provenance["text"]["probe"] == text["probe"]
+    fit, test, count = len(probe.fit.token_ids), len(probe.test.token_ids), len(states.token_ids)
+    print_unit(both)
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"states: {count} windows of {spec.seq_len} tokens from pydoc" in shown
+    assert f"gradients: probe of {fit} fit and {test} test windows of {spec.seq_len} tokens from pydoc" in shown
+    # What was stored before says how many windows its states had, and no more.
+    old = replace(both, provenance={**both.provenance, "windows": 7})
+    del old.provenance["text"]  # pyright: ignore
+    store = an.Store(tmp_path)
+    store.put(old)
+    print_unit(store.get(old.key))
+    assert f"states: 7 windows of {spec.seq_len} tokens from pydoc ·" in " ".join(capsys.readouterr().out.split())
+    assert describe_text(vars(spec), {}) == "no text"
 
 
 def test_ranks_go_by_a_rule(decoder: Model) -> None:

@@ -23,7 +23,7 @@ COMPUTING = (
     {"nulls"},
     {"estimates"},
     {"weights", "repairs"},
-    {"wikitext"},
+    {"wikitext", "large_files"},
     {"corpora"},
     {"lab", "sampling", "baselines", "penalties"},
     {"text", "trace", "tokens"},
@@ -54,6 +54,7 @@ COMPUTING = (
 )
 READING = (
     {"errors", "validation", "records", "progress", "revisions", "wikitext"},
+    {"large_files"},
     {"atomic", "columns", "grouping", "inputs", "terminal"},
     {"tables"},
     {"store", "protocols", "integrity", "flags", "corpora"},

@@ -298,6 +298,29 @@ def without_nan(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def describe_text(spec: Mapping[str, Any], provenance: Mapping[str, Any]) -> str:
+    """Which text the numbers of a unit are from: that of its states, and that of its gradients where it has some.
+
+    Units of earlier versions counted the windows of the states alone.
+    """
+    text = provenance.get("text")
+    if text is None:
+        count = provenance.get("windows")
+        text = {"states": {"corpus": spec.get("corpus"), "windows": count}} if count is not None else {}
+    found = []
+    length = f"of {spec.get('seq_len')} tokens"
+    if states := text.get("states"):
+        found.append(f"states: {states['windows']} windows {length}{_from(states)}")
+    if probe := text.get("probe"):
+        counts = " and ".join(f"{probe[half]['windows']} {half}" for half in ("fit", "test"))
+        found.append(f"gradients: probe of {counts} windows {length}{_from(probe['test'])}")
+    return "; ".join(found) or "no text"
+
+
+def _from(text: Mapping[str, Any]) -> str:
+    return f" from {text['corpus']}" + (f" ({text['documents']} documents)" if "documents" in text else "")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Unit:
     """One Spec, where its numbers came from, and its Records: what a store keeps."""

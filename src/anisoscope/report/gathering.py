@@ -16,7 +16,7 @@ from anisoscope.claims import Verdict, headlines, judge
 from anisoscope.columns import TABLE_SCHEMA
 from anisoscope.figures import count_label
 from anisoscope.printing import format_value
-from anisoscope.records import POPULATIONS, site_order
+from anisoscope.records import POPULATIONS, describe_text, site_order
 from anisoscope.report.cautions import Caution, find_cautions
 from anisoscope.report.comparing import Comparison, compare
 from anisoscope.report.methods import Method, methods_of
@@ -310,6 +310,7 @@ def _units(run: Run) -> Iterable[dict[str, str]]:
             "model": str(spec.get("run") or spec.get("model")),
             "revision": str(spec.get("revision") or (f"step {count_label(step)}" if isinstance(step, int) else "")),
             "corpus": str(spec.get("corpus")),
+            "text": describe_text(spec, provenance),
             "measured": str(provenance.get("time") or "not known"),
             "seconds": format_value(float(provenance.get("seconds") or math.nan)),
             "device": str(provenance.get("device") or "not known"),
