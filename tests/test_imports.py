@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parent.parent / "src" / "anisoscope"
 # Each room may use rooms of earlier lines, in its own wing: computing (with torch), reading (without).
 COMPUTING = (
     {"errors", "validation", "records", "progress", "revisions"},
-    {"atomic", "columns", "inputs", "terminal"},
+    {"atomic", "columns", "grouping", "inputs", "terminal"},
     {"tables"},
     {"store", "hub", "schedules", "sinks", "presets", "conditions", "undisturbed", "tracks"},
     {"status", "sources", "exporting"},
@@ -54,7 +54,7 @@ COMPUTING = (
 )
 READING = (
     {"errors", "validation", "records", "progress", "revisions", "wikitext"},
-    {"atomic", "columns", "inputs", "terminal"},
+    {"atomic", "columns", "grouping", "inputs", "terminal"},
     {"tables"},
     {"store", "protocols", "integrity", "flags", "corpora"},
     {"lab"},
@@ -74,6 +74,7 @@ TORCH_FREE = (
     "validation",
     "inputs",
     "terminal",
+    "grouping",
     "records",
     "progress",
     "revisions",

@@ -3,10 +3,10 @@
 import contextlib
 import gc
 import json
-import logging
 import math
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,12 +24,13 @@ from torch import Tensor, nn
 import anisoscope as an
 from anisoscope.conditions import Gate, parse
 from anisoscope.corpora import load_corpus
-from anisoscope.errors import SpecError
+from anisoscope.errors import AnisoscopeError, SpecError
 from anisoscope.lab import train_tokenizer
 from anisoscope.live import Scope
 from anisoscope.metrics import declaration
 from anisoscope.presets import PRESETS
 from anisoscope.schedules import every, log_spaced
+from anisoscope.sinks import JsonlSink
 
 VOCABULARY = 512
 STEPS = 6
@@ -359,11 +360,14 @@ def test_presets_fill_in_what_the_spec_leaves_open(corpus_file: Path, tmp_path: 
         ({"stop_if": "twonn[embed] > 1"}, "can never hold"),
         ({"sinks": ["paper"]}, "unknown sink"),
         ({"spec": "unknown"}, "unknown metric"),
+        ({"spec": "of two checkpoints"}, "compares two checkpoints"),
+        ({"steps": 0}, "at least 1; came 0"),
     ],
 )
 def test_wrong_requests_are_refused_before_training(options: Any, message: str, watch: Any, corpus_file: Path) -> None:
     if "spec" in options:
-        options = {"spec": spec_for(corpus_file, metrics=("leading_varience",))}
+        name = {"unknown": "leading_varience", "of two checkpoints": "common_drift"}[options["spec"]]
+        options = {"spec": spec_for(corpus_file, metrics=(name,))}
     with pytest.raises(SpecError, match=message):
         watch(**options)(make_model(), None)
 
@@ -496,30 +500,44 @@ def test_a_metric_that_fails_is_a_nan_with_its_reason(
     assert "failing has no value at step 0: it failed" in caplog.text
 
 
-def test_a_store_that_cannot_be_written_ends_no_training(
+def fails_from_step_two(breaking: Callable[[], None]) -> Callable[[int], bool]:
+    """A schedule of every second step; the first time that a later one is due, something breaks."""
+
+    def is_due(step: int) -> bool:
+        if step == 2:
+            breaking()
+        return step % 2 == 0
+
+    return is_due
+
+
+def test_a_store_that_breaks_during_training_ends_no_training(
     watch: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (tmp_path / "file").write_text("no folder")
-    alone, watched = train(None), train(watch(store=tmp_path / "file", sinks=["jsonl"]))
+    def replace_by_a_file() -> None:
+        shutil.rmtree(tmp_path / "run")
+        (tmp_path / "run").write_text("no folder")
+
+    alone, watched = train(None), train(watch(sinks=["jsonl"], when=fails_from_step_two(replace_by_a_file)))
     assert watched.same_bits(alone)
     assert watched.scope is not None
-    assert watched.scope.summary["measured"] == 0
-    assert watched.scope.summary["failed"] == 4
-    assert "step 0 was not measured: StoreError" in caplog.text
+    assert watched.scope.summary["measured"] == 1
+    assert watched.scope.summary["failed"] == 3
+    assert "step 2 was not measured: StoreError" in caplog.text
+    assert "test: 3 of 4 measurements FAILED; the first: StoreError: cannot write" in caplog.text
 
 
-def test_a_full_disk_ends_no_training(watch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_fills_up_ends_no_training(watch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     alone = train(None)
 
     def full(_: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(os, "fsync", full)
-    watched = train(watch())
+    watched = train(watch(when=fails_from_step_two(lambda: monkeypatch.setattr(os, "fsync", full))))
     assert watched.same_bits(alone)
     assert watched.scope is not None
-    assert watched.scope.summary["failed"] == 4
-    assert not list(Path(watched.scope.store.folder).glob("*.parquet"))
+    assert watched.scope.summary["failed"] == 3
+    assert len(list(Path(watched.scope.store.folder).glob("*.parquet"))) == 1
 
 
 def test_states_that_are_not_finite_are_a_stored_failure(watch: Any) -> None:
@@ -534,23 +552,104 @@ def test_states_that_are_not_finite_are_a_stored_failure(watch: Any) -> None:
     assert failure["error"] == "StatesError"
 
 
-@pytest.mark.parametrize("fault", ["tokenizer", "layout", "schedule", "corpus"])
-def test_what_cannot_be_measured_is_said_and_training_goes_on(
-    fault: str, watch: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    def broken(step: int) -> bool:
-        raise ValueError(step)
+def broken(step: int) -> bool:
+    raise ValueError(f"of all steps {step}")
 
-    options = {"tokenizer": {"tokenizer": None}, "schedule": {"when": broken}, "corpus": {"probe": "nowhere"}}
+
+FAULTS: dict[str, tuple[dict[str, Any], str]] = {
+    "tokenizer": ({"tokenizer": None}, "a tokenizer is needed"),
+    "layout": ({}, "anisoscope measures models that read token ids"),
+    "schedule that fails": ({"when": broken}, "of all steps 0"),
+    "schedule never due": ({"when": lambda step: step == 7, "steps": 6}, "none of the steps 0 to 6"),
+    "probe": ({"probe": "nowhere"}, "no corpus, file or folder is called 'nowhere'"),
+    "store": ({"store": "file"}, "cannot write to the run folder"),
+    "site": ({"spec": {"sites": ("block.9",)}}, "no site matches 'block.9'"),
+    "population": ({"spec": {"populations": ("tall",)}}, "unknown population 'tall'"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_cannot_be_measured_is_refused_before_the_first_step(
+    fault: str, watch: Any, corpus_file: Path, tmp_path: Path
+) -> None:
+    options, message = FAULTS[fault]
+    (tmp_path / "file").write_text("no folder")
+    options = options | ({"store": tmp_path / "file"} if fault == "store" else {})
+    if "spec" in options:
+        options = options | {"spec": spec_for(corpus_file, **options["spec"])}
     model = nn.Sequential(nn.Linear(2, 2)) if fault == "layout" else make_model()
-    with watch(**options.get(fault, {}))(model, None) as scope:
+    scope = watch(**options)(model, None)
+    with pytest.raises((AnisoscopeError, ValueError), match=message), scope:
+        pytest.fail("the body of a Scope that cannot measure was run")
+    assert scope.summary["unavailable"]
+    assert message in scope.summary["unavailable"]
+    assert scope.store.failures() or fault == "store"
+
+
+def test_a_first_step_with_no_value_at_all_refuses_the_training(watch: Any, corpus_file: Path) -> None:
+    def fail(_: Any) -> Tensor:
+        raise ZeroDivisionError("of all things")
+
+    with extra_metric("failing", fail):
+        scope = watch(spec=spec_for(corpus_file, metrics=("failing",)))(make_model(), None)
+        with scope, pytest.raises(AnisoscopeError, match="ZeroDivisionError: of all things"):
+            scope.step(0)
+    assert not scope.store.keys()
+    (failure,) = scope.store.failures()
+    assert "of all things" in failure["message"]
+
+
+def test_metrics_without_a_value_are_named_at_the_end(
+    watch: Any, corpus_file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(_: Any) -> Tensor:
+        raise ZeroDivisionError("of all things")
+
+    with extra_metric("failing", fail):
+        train(watch(spec=spec_for(corpus_file, metrics=("failing", "loss"))), steps=1)
+    assert "test: metrics without a value: failing (from step 0: it failed: ZeroDivisionError" in caplog.text
+
+
+def test_a_scope_that_was_not_entered_says_how_to_enter_it(watch: Any) -> None:
+    scope = watch()(make_model(), None)
+    with pytest.raises(SpecError, match=r"not entered(?s:.*)with Scope\(model, spec, tokenizer=tokenizer\) as scope:"):
+        scope.step(0)
+    with scope:
+        scope.step(0)
+    with pytest.raises(SpecError, match="was closed, and measures nothing"):
+        scope.step(1)
+
+
+def test_a_scope_is_used_once(watch: Any) -> None:
+    scope = train(watch(), steps=1).scope
+    assert scope is not None
+    with pytest.raises(SpecError, match="watches one training: make another"), scope:
+        pytest.fail("a Scope was entered twice")
+    assert scope.summary["training_seconds"] >= 0
+
+
+def test_relative_paths_are_those_of_where_the_scope_was_made(
+    watch: Any, corpus_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there, elsewhere = tmp_path / "there", tmp_path / "elsewhere"
+    for folder in (there, elsewhere):
+        folder.mkdir()
+    shutil.copytree(corpus_file, there / "text")
+    monkeypatch.chdir(there)
+    sinks = [JsonlSink("numbers.jsonl"), "jsonl"]
+    opening = watch(spec=replace(spec_for(corpus_file), corpus="text"), store=an.Store("run"), sinks=sinks)
+    scope = opening(make_model(), None)
+    monkeypatch.chdir(elsewhere)
+    with scope:
         for step in range(3):
             scope.step(step)
-    assert caplog.records
-    assert {record.levelno for record in caplog.records} >= {logging.ERROR}
-    if fault != "schedule":
-        assert scope.summary["unavailable"]
-        assert scope.store.failures()
+            os.chdir(tmp_path)
+    assert not list(elsewhere.iterdir())
+    assert {path.name for path in tmp_path.iterdir()} == {"there", "elsewhere"}
+    assert {path.name for path in there.iterdir()} == {"text", "run", "numbers.jsonl"}
+    assert steps_in(scope) == [0, 2]
+    assert len((there / "numbers.jsonl").read_text().splitlines()) == 2
+    assert scope.spec.corpus == "text"
 
 
 def test_an_exception_of_the_training_passes_and_nothing_is_left(watch: Any) -> None:

@@ -80,6 +80,18 @@ def test_a_gate_stops_lightning(tokenizer: Any, corpus_file: Path, tmp_path: Pat
     assert steps_in(callback.scope) == [0, 1, 2]
 
 
+def test_lightning_ends_before_its_first_step_where_nothing_can_be_measured(corpus_file: Path, tmp_path: Path) -> None:
+    batches: list[int] = []
+
+    class Batches(lightning.Callback):
+        def on_train_batch_start(self, *_: Any) -> None:
+            batches.append(1)
+
+    with pytest.raises(SpecError, match="a tokenizer is needed"):
+        run_lightning([LightningCallback(spec_for(corpus_file), store=tmp_path / "run"), Batches()])
+    assert not batches
+
+
 def test_the_callback_can_be_sent_to_other_processes(corpus_file: Path) -> None:
     callback = LightningCallback(spec_for(corpus_file), preset="economy")
     assert pickle.loads(pickle.dumps(callback)).options == {"preset": "economy"}

@@ -1,7 +1,6 @@
 """Live measuring where several processes train one model: real processes, talking through gloo."""
 
 import json
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 
 import anisoscope as an
 from anisoscope.corpora import load_corpus
+from anisoscope.errors import AnisoscopeError, ModelError
 from anisoscope.lab import train_tokenizer
 from anisoscope.live import Scope
 from anisoscope.schedules import every
@@ -138,11 +138,23 @@ def ddp_stopped(rank: int, folder: Path, corpus: Path) -> dict[str, Any]:
     return train(rank, model, open_scope(model, folder, corpus, stop_if=gate, run="stopped"), steps=20)
 
 
+def ddp_refused(rank: int, folder: Path, corpus: Path) -> dict[str, Any]:
+    """Only the first process reads the probe; every one has to stop."""
+    model = parallel()
+    try:
+        return train(rank, model, open_scope(model, folder, corpus, run="refused", probe="nowhere"))
+    except AnisoscopeError as error:
+        return {"losses": [], "error": str(error)}
+
+
 def fsdp(wrap: Callable[[nn.Module], nn.Module], watched: bool) -> Callable[[int, Path, Path], dict[str, Any]]:
     def task(rank: int, folder: Path, corpus: Path) -> dict[str, Any]:
         model = wrap(make_model())
-        seen = train(rank, model, open_scope(model, folder, corpus, run="sharded") if watched else None)
-        return seen | {"weights": []}
+        scope = open_scope(model, folder, corpus, run="sharded") if watched else None
+        try:
+            return train(rank, model, scope) | {"weights": []}
+        except ModelError as error:
+            return {"losses": [], "error": str(error), "summary": scope.summary if scope else None}
 
     return task
 
@@ -165,6 +177,7 @@ TASKS: dict[str, Callable[[int, Path, Path], dict[str, Any]]] = {
     "ddp_watched": ddp_watched,
     "ddp_waiting": ddp_waiting,
     "ddp_stopped": ddp_stopped,
+    "ddp_refused": ddp_refused,
     "old_alone": fsdp(shard_old, watched=False),
     "old_watched": fsdp(shard_old, watched=True),
     "new_alone": fsdp(shard_new, watched=False),
@@ -193,13 +206,21 @@ def test_a_gate_stops_every_process_at_the_same_step(together: Together) -> None
     assert len(first["losses"]) == len(second["losses"]) == 3
 
 
+def test_what_the_first_process_cannot_measure_ends_every_process(together: Together) -> None:
+    first, second = together.seen("ddp_refused")
+    assert "no corpus, file or folder is called 'nowhere'" in first["error"]
+    assert "the first process, which measures, raised the reason" in second["error"]
+
+
 @pytest.mark.parametrize("kind", ["old", "new"])
-def test_sharded_weights_are_said_to_be_unavailable(kind: str, together: Together) -> None:
+def test_sharded_weights_are_refused_in_every_process(kind: str, together: Together) -> None:
     alone, watched = together.seen(f"{kind}_alone"), together.seen(f"{kind}_watched")
-    assert [seen["losses"] for seen in alone] == [seen["losses"] for seen in watched]
+    assert all(seen["losses"] for seen in alone)
+    for seen in watched:
+        assert seen["losses"] == []
+        assert "sharded" in seen["error"]
     assert "sharded" in watched[0]["summary"]["unavailable"]
     store = together.store(f"{kind}_watched")
     assert not store.keys()
     (failure,) = store.failures()
     assert "unavailable" in failure["message"]
-    assert os.listdir(store.folder)

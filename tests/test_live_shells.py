@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 from test_live import VOCABULARY, make_model, spec_for, steps_in
 
@@ -150,6 +151,34 @@ def test_a_callback_refuses_wrong_requests_when_it_is_made(corpus_file: Path) ->
         TrainerCallback(spec_for(corpus_file), preset="luxury")
     with pytest.raises(SpecError, match="what Scope takes"):
         TrainerCallback(spec_for(corpus_file), often=True)
+
+
+def test_a_training_that_nothing_can_measure_ends_before_its_first_step(corpus_file: Path, tmp_path: Path) -> None:
+    class Steps(transformers.TrainerCallback):
+        made = 0
+
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            self.made += 1
+
+    steps, callback = Steps(), TrainerCallback(spec_for(corpus_file), store=tmp_path / "run")
+    with pytest.raises(SpecError, match="processing_class=tokenizer"):
+        run_trainer(tmp_path, [steps, callback], None)
+    assert steps.made == 0
+    run_trainer(tmp_path, [steps], None, max_steps=1)
+    assert steps.made == 1
+
+
+def test_a_relative_store_of_a_callback_is_where_the_callback_was_made(
+    tokenizer: Any, corpus_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("there", "elsewhere"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "there")
+    callback = TrainerCallback(spec_for(corpus_file), store="run", when=every(2), budget=1e9)
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    run_trainer(tmp_path, [callback], tokenizer, max_steps=2)
+    assert (tmp_path / "there" / "run").is_dir()
+    assert not (tmp_path / "elsewhere" / "run").exists()
 
 
 # Sinks.

@@ -19,6 +19,8 @@ from transformers import (
     GPT2Model,
     LlamaConfig,
     LlamaForCausalLM,
+    MarianConfig,
+    MarianMTModel,
     PreTrainedTokenizerFast,
     T5Config,
     T5EncoderModel,
@@ -30,6 +32,7 @@ from anisoscope.errors import LayoutError, MissingPackageError, ModelError, Spec
 from anisoscope.models import (
     Layout,
     Stack,
+    _is_computed,
     adopt_model,
     discover_layout,
     load_model,
@@ -434,6 +437,64 @@ def test_a_missing_head_costs_the_loss_but_not_the_states(tokenizer: Any, tmp_pa
     assert capture(model, token_ids(), sites_of(model.layout)).logits is None
 
 
+def test_positions_that_are_computed_need_not_be_stored(tokenizer: Any, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    module = MarianMTModel(MarianConfig(**MARIAN_SIZES)).eval()
+    folder = save(module, tokenizer, tmp_path / "marian")
+    assert not [key for key in load_file(folder / "model.safetensors") if "embed_positions" in key]
+    model, ids = load_model(str(folder), device="cpu"), token_ids(size=299)
+    assert model.kind == "encoder-decoder"
+    original = adopt_model(module, tokenizer, name="original")
+    states = capture(original, ids, sites_of(original.layout)).states
+    loaded = capture(model, ids, sites_of(model.layout)).states
+    assert len(states) == len(loaded) == 6
+    for one, other in zip(states.values(), loaded.values(), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+MARIAN_SIZES = {
+    "vocab_size": 320,
+    "d_model": 32,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "decoder_start_token_id": 0,
+    "encoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "encoder_ffn_dim": 64,
+    "decoder_layers": 2,
+    "decoder_attention_heads": 4,
+    "decoder_ffn_dim": 64,
+}
+
+
+class FrozenPositions(GPT2LMHeadModel):
+    frozen, begins = True, 0.5
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.transformer.wpe.weight.requires_grad_(not self.frozen)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Embedding) and module.num_embeddings == 64:
+            with torch.no_grad():
+                module.weight.normal_() if self.begins is None else module.weight.fill_(self.begins)
+
+
+@pytest.mark.parametrize(
+    ("frozen", "begins", "accepted"), [(True, 0.5, True), (True, None, False), (False, 0.5, False)]
+)
+def test_a_missing_weight_is_computed_if_it_is_frozen_and_begins_without_randomness(
+    frozen: bool, begins: float | None, accepted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FrozenPositions, "frozen", frozen)
+    monkeypatch.setattr(FrozenPositions, "begins", begins)
+    module = gpt2(cls=FrozenPositions)
+    # As loading leaves a weight that is missing: initialised, and no longer frozen.
+    module._init_weights(module.transformer.wpe)
+    module.requires_grad_(True)
+    assert _is_computed(module, "transformer.wpe.weight") is accepted
+
+
 def test_a_missing_pooler_is_no_loss(tokenizer: Any, tmp_path: Path) -> None:
     from transformers import BertModel
 
@@ -492,6 +553,113 @@ def test_code_from_a_model_folder_runs_only_when_asked(gpt2_folder: Path) -> Non
     (gpt2_folder / "own.py").write_text("raise SystemExit('code of the model ran')")
     with pytest.raises(ModelError, match="--trust-remote-code"):
         load_model(str(gpt2_folder), device="cpu")
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    config = folder / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | changes))
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"attn_implementation": "evil/kernel"},
+        {"_attn_implementation": "evil/kernel:attend"},
+        {"_attn_implementation_internal": "evil/kernel"},
+        {"attn_implementation": {"": "evil/kernel@main"}},
+        {"attn_implementation": "paged|evil/kernel"},
+        {"attn_implementation": "flash_attention_2"},
+        {"experts_implementation": "sonicmoe"},
+    ],
+    ids=lambda asked: " ".join(map(str, *asked.items())),
+)
+def test_a_config_cannot_make_transformers_load_kernels(
+    asked: dict[str, Any], gpt2_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import modeling_flash_attention_utils, modeling_utils
+    from transformers.integrations import hub_kernels
+
+    loaded: list[Any] = []
+    for module in (hub_kernels, modeling_utils):
+        monkeypatch.setattr(module, "is_kernels_available", lambda *_: True)
+    for module, name in (
+        (hub_kernels, "get_kernel"),
+        (hub_kernels, "load_and_register_attn_kernel"),
+        (modeling_utils, "lazy_import_flash_attention"),
+        (modeling_flash_attention_utils, "lazy_import_flash_attention"),
+    ):
+        monkeypatch.setattr(module, name, lambda *names, **_: loaded.append(names))
+    plain = load_model(str(gpt2_folder), device="cpu")
+    edit_config(gpt2_folder, **asked)
+    model = load_model(str(gpt2_folder), device="cpu")
+    assert not loaded
+    assert model.module.config._attn_implementation == "sdpa"
+    assert (model.notes == ()) is ("_attn_implementation_internal" in asked)
+    ids = token_ids()
+    states = capture(model, ids, sites_of(model.layout)).states
+    for site, state in capture(plain, ids, sites_of(plain.layout)).states.items():
+        torch.testing.assert_close(states[site], state, rtol=0, atol=0)
+
+
+def test_eager_attention_in_a_config_is_kept(gpt2_folder: Path) -> None:
+    edit_config(gpt2_folder, attn_implementation="eager")
+    model = load_model(str(gpt2_folder), device="cpu")
+    assert (model.module.config._attn_implementation, model.notes) == ("eager", ())
+
+
+def test_kernels_are_refused_whoever_asks_and_only_while_loading(
+    gpt2_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers.integrations import hub_kernels
+
+    def initialise(self: Any, *_: Any, **__: Any) -> None:
+        hub_kernels.get_kernel("kernels-community/some")
+
+    before = hub_kernels.get_kernel
+    monkeypatch.setattr(GPT2Model, "post_init", initialise)
+    with pytest.raises(ModelError, match="--trust-remote-code"):
+        load_model(str(gpt2_folder), device="cpu")
+    assert hub_kernels.get_kernel is before
+
+
+def test_a_folder_with_an_adapter_is_refused(gpt2_folder: Path) -> None:
+    (gpt2_folder / "adapter_config.json").write_text('{"base_model_name_or_path": "other/model"}')
+    with pytest.raises(ModelError, match="merge it"):
+        load_model(str(gpt2_folder), device="cpu")
+
+
+def test_a_tokenizer_larger_than_the_embedding_is_refused(tokenizer: Any, tmp_path: Path) -> None:
+    folder = save(gpt2(), tokenizer, tmp_path / "m")
+    larger = PreTrainedTokenizerFast.from_pretrained(folder)
+    larger.add_tokens([f"word{number}" for number in range(320 - len(larger) + 2)])
+    larger.save_pretrained(folder)
+    with pytest.raises(ModelError, match=r"2 of the tokenizer's ids have no row .* 320: 'word\d+' \(320\)"):
+        load_model(str(folder), device="cpu")
+    with pytest.raises(ModelError, match="have no row"):
+        adopt_model(gpt2(), larger, name="mine")
+
+
+def test_a_special_token_without_a_row_is_noted_and_refused_where_the_text_has_it(
+    tokenizer: Any, tmp_path: Path
+) -> None:
+    from anisoscope import Spec, measure
+
+    folder = save(gpt2(), tokenizer, tmp_path / "m")
+    larger = PreTrainedTokenizerFast.from_pretrained(folder)
+    larger.add_tokens([f"word{number}" for number in range(320 - len(larger))])
+    larger.add_special_tokens({"additional_special_tokens": ["<|user|>"]})
+    larger.save_pretrained(folder)
+    (note,) = load_model(str(folder), device="cpu").notes
+    assert "1 of the tokenizer's ids have no row in the embedding, which has 320: '<|user|>' (320)" in note
+    for text, refused in (("the tower stands in the city", False), ("<|user|> stands in the city", True)):
+        corpus = tmp_path / "text.txt"
+        corpus.write_text("\n\n".join([text * 20] * 20))
+        spec = Spec(model=str(folder), corpus=str(corpus), tokens=256, seq_len=32, batch_points=64, metrics=("loss",))
+        if refused:
+            with pytest.raises(ModelError, match="token id 320"):
+                measure(spec, device="cpu", progress=False)
+        else:
+            assert measure(spec, device="cpu", progress=False).records
 
 
 def test_gguf_without_its_packages_names_the_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

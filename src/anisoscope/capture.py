@@ -16,6 +16,7 @@ from anisoscope.kernels import has_triton
 from anisoscope.models import Model, sites_of
 from anisoscope.norms import Norm, read_norms
 from anisoscope.records import FINAL_NORM_SITES, Site
+from anisoscope.taps import widen
 from anisoscope.trace import run_module, state_given, state_in
 
 MASKED_SHARE = 0.15
@@ -24,6 +25,102 @@ MASKED_SHARE = 0.15
 _STAGES = FINAL_NORM_SITES[:2]
 # Positions whose logits are in float32 at one time: at a vocabulary of 256k, a quarter of a gigabyte.
 _CHUNK = 256
+# Bytes that the float32 logits of one pass may take before they are computed in chunks, on a CPU and elsewhere.
+_LOGITS_BYTES = (2**29, 2**32)
+# The graph of a backward pass holds about as many copies of the logits.
+_GRAPH_COPIES = 4
+# Bytes of the float32 logits of one chunk.
+_CHUNK_BYTES = 2**27
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Predictions:
+    """What a forward pass predicts: logits, or the states before a large head, whose logits are computed in chunks."""
+
+    rows: Tensor
+    """Logits (b, t, v); where `head` is given, what the head reads (b, t, d)."""
+    head: nn.Linear | None = None
+
+    def losses(self, positions: Bool[Tensor, "b t"], targets: Int[Tensor, "b t"]) -> Float[Tensor, " n"]:
+        """Cross entropy in nats at the chosen positions, in float32 or wider; gradients flow to `rows`."""
+        rows, targets = self.rows[positions], targets[positions]
+        if self.head is not None:
+            return chunked_cross_entropy(rows, targets, self.head)
+        return cross_entropy(widen(rows), targets, reduction="none")
+
+
+def chunked_cross_entropy(
+    states: Float[Tensor, "n d"], targets: Int[Tensor, " n"], head: nn.Linear
+) -> Float[Tensor, " n"]:
+    """Cross entropy of head(states), with the logits of one chunk of rows in memory at a time, backward included."""
+    return _ChunkedCrossEntropy.apply(states, targets, head)  # pyright: ignore[reportReturnType]
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    """The gradient of each row's loss is computed with the loss: the backward pass only scales it."""
+
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, targets: Tensor, head: nn.Linear) -> Tensor:
+        size = max(1, _CHUNK_BYTES // (4 * head.out_features))
+        differentiable = ctx.needs_input_grad[0]
+        losses, gradients = [], []
+        for part, target in zip(states.split(size), targets.split(size), strict=True):
+            with torch.set_grad_enabled(differentiable):
+                part = part.detach().requires_grad_(differentiable)
+                loss = cross_entropy(widen(head(part)), target, reduction="none")
+                if differentiable:
+                    gradients.append(torch.autograd.grad(loss.sum(), part)[0])
+            losses.append(loss.detach())
+        if differentiable:
+            ctx.save_for_backward(torch.cat(gradients))
+        return torch.cat(losses)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Any) -> tuple[Tensor, None, None]:
+        (gradients,) = ctx.saved_tensors
+        return gradients * upstream[0][:, None].to(gradients.dtype), None, None
+
+
+def predict(
+    model: Model, input_ids: Int[Tensor, "b t"], *, gradients: bool = False, whole: bool = False
+) -> Predictions | None:
+    """Run the model once; None where it has no language-model head. `whole` asks for logits whatever their size.
+
+    Where the logits would be large and the head is proven to be a plain linear layer (`Model.plain_head`), the head
+    is run on no position at all, and what it was given is returned with it.
+    """
+    too_large = input_ids.numel() > _positions_at_once(model, gradients=gradients)
+    if model.plain_head is None or whole or not too_large:
+        logits = logits_of(model, run_module(model.module, input_ids, gradients=gradients))
+        return None if logits is None else Predictions(rows=logits)
+    head = model.module.get_submodule(model.plain_head)
+    assert isinstance(head, nn.Linear)
+    given: list[Tensor] = []
+
+    def keep(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor]:
+        given.append(args[0])
+        return (args[0][:, :0],)
+
+    handle = head.register_forward_pre_hook(keep)
+    try:
+        run_module(model.module, input_ids, gradients=gradients)
+    finally:
+        handle.remove()
+    return None if model.head is None else Predictions(rows=given[-1], head=head)
+
+
+def windows_per_pass(model: Model, length: int, tokens: int, *, gradients: bool = False) -> int:
+    """Windows in a pass of about `tokens` tokens: fewer where the logits are large and cannot come in chunks."""
+    if model.plain_head is None:
+        tokens = min(tokens, _positions_at_once(model, gradients=gradients))
+    return max(1, tokens // length)
+
+
+def _positions_at_once(model: Model, *, gradients: bool) -> int:
+    """Positions whose logits fit into what one pass may hold."""
+    on_cpu = all(parameter.device.type in ("cpu", "meta") for parameter in model.module.parameters())
+    most = _LOGITS_BYTES[0 if on_cpu else 1] // (_GRAPH_COPIES if gradients else 1)
+    return most // (4 * max(1, model.logits_width))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,8 +128,16 @@ class Captured:
     """What one forward pass showed."""
 
     states: dict[Site, Float[Tensor, "b t _d"]]
-    logits: Float[Tensor, "b t v"] | None
+    predictions: Predictions | None
     """None where the model has no language-model head."""
+
+    @property
+    def logits(self) -> Float[Tensor, "b t v"] | None:
+        """All logits; those of a large head are computed here."""
+        if self.predictions is None or self.predictions.head is None:
+            return None if self.predictions is None else self.predictions.rows
+        with torch.no_grad():
+            return self.predictions.head(self.predictions.rows)
 
 
 def capture(
@@ -82,14 +187,14 @@ def capture(
             part = model.module.get_submodule(path)
             register = part.register_forward_pre_hook if before else part.register_forward_hook
             handles.append(register(partial(keep, (path, before)), with_kwargs=True))
-        output = run_module(model.module, input_ids)
+        predictions = predict(model, input_ids)
     finally:
         for handle in handles:
             handle.remove()
     missing = [site.name for site in wanted if site not in seen]
     if missing:
         raise LayoutError(f"{model.name}: no state was seen at {', '.join(missing)}")
-    return Captured(states={site: states[site] for site in wanted if site in states}, logits=logits_of(model, output))
+    return Captured(states={site: states[site] for site in wanted if site in states}, predictions=predictions)
 
 
 def _inside_norm(site: Site, state: Float[Tensor, "b t d"], norm: Norm | str) -> Float[Tensor, "b t d"]:
@@ -138,31 +243,35 @@ def token_losses(
     Masked models: a second pass in which 15 % of the tokens that are not special (drawn by each window's seed) are
     replaced by the mask token; the loss is defined at these alone.
     """
-    if captured.logits is None:
+    found = captured.predictions
+    if found is None:
         return None
     if model.head == "causal":
-        targets = input_ids.to(captured.logits.device)
-        losses = torch.full(targets.shape, torch.nan, device=targets.device)
-        following = targets.roll(-1, 1)
-        if captured.logits.is_cuda:
+        targets = input_ids.to(found.rows.device).roll(-1, 1)
+        if found.head is None and found.rows.is_cuda:
             # All at once, for a launch costs more than a window; what the last position seems to predict is taken out.
-            losses = _cross_entropy(captured.logits.flatten(0, 1), following.flatten()).view(targets.shape)
+            losses = _cross_entropy(found.rows.flatten(0, 1), targets.flatten()).view(targets.shape)
             losses[:, -1] = torch.nan
             return losses
-        for row, target, loss in zip(captured.logits, following, losses, strict=True):
-            loss[:-1] = _cross_entropy(row[:-1], target[:-1])
+        predicting = torch.ones_like(targets, dtype=torch.bool)
+        predicting[:, -1] = False
+    else:
+        mask_token = getattr(model.tokenizer, "mask_token_id", None)
+        if mask_token is None:
+            return None
+        masked = draw_masked(input_ids, tuple(model.tokenizer.all_special_ids), seeds)
+        found = predict(model, input_ids.masked_fill(masked, mask_token))
+        assert found is not None
+        targets, predicting = input_ids.to(found.rows.device), masked.to(found.rows.device)
+    losses = torch.full(targets.shape, torch.nan, device=targets.device)
+    if found.head is not None:
+        with torch.no_grad():
+            losses[predicting] = found.losses(predicting, targets).to(losses.dtype)
         return losses
-    mask_token = getattr(model.tokenizer, "mask_token_id", None)
-    if mask_token is None:
-        return None
-    masked = draw_masked(input_ids, tuple(model.tokenizer.all_special_ids), seeds)
-    logits = logits_of(model, run_module(model.module, input_ids.masked_fill(masked, mask_token)))
-    assert logits is not None
-    losses = torch.full(input_ids.shape, torch.nan, device=logits.device)
-    for row, target, loss, hidden in zip(
-        logits, input_ids.to(logits.device), losses, masked.to(logits.device), strict=True
-    ):
-        loss[hidden] = _cross_entropy(row[hidden], target[hidden])
+    for row, target, loss, mask in zip(found.rows, targets, losses, predicting, strict=True):
+        # By a slice where it can be: a mask copies the logits.
+        where: Any = slice(-1) if model.head == "causal" else mask
+        loss[where] = _cross_entropy(row[where], target[where])
     return losses
 
 

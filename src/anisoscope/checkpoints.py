@@ -18,10 +18,18 @@ from anisoscope.integrity import Verified, verify
 from anisoscope.progress import show_progress
 from anisoscope.records import Checkpoint, WeightFile
 from anisoscope.revisions import ENDS_WITH_MAIN, look_up, place_in_training, place_of, training_order
-from anisoscope.sources import check_repo_name, hash_file, is_commit, locate, pick_weights, run_folder
+from anisoscope.sources import (
+    can_matter,
+    check_repo_name,
+    hash_file,
+    is_commit,
+    list_files,
+    locate,
+    pick_weights,
+    run_folder,
+    weight_files,
+)
 
-# Besides the weights: what loading a model reads. Optimizer states and other formats are left where they are.
-_SMALL = ("*.json", "*.txt", "*.model", "*.py", "*.jinja")
 _INSPECTED_AT_ONCE = 8
 
 
@@ -190,13 +198,14 @@ def inspect(checkpoint: Checkpoint) -> Checkpoint:
     from huggingface_hub import HfApi
     from huggingface_hub.hf_api import RepoFile
 
-    tree = ask_hub(checkpoint.name, lambda: list(HfApi().list_repo_tree(str(source.repo), revision=checkpoint.commit)))
+    listed = {"revision": checkpoint.commit, "recursive": True}
+    tree = ask_hub(checkpoint.name, lambda: list(HfApi().list_repo_tree(str(source.repo), **listed)))
     sizes = {item.path: item for item in tree if isinstance(item, RepoFile)}
     weights = set(pick_weights(sorted(sizes)))
     files = [
         WeightFile(name=name, size=item.size, sha256=_hash_of(item) if name in weights else None)
         for name, item in sorted(sizes.items())
-        if name in weights or _is_small(name)
+        if name in weights or can_matter(name)
     ]
     return replace(checkpoint, files=tuple(files))
 
@@ -209,19 +218,14 @@ def _hash_of(item: Any) -> str:
 def _local_files(path: Path) -> tuple[WeightFile, ...]:
     if path.is_file():
         return (WeightFile(name=path.name, size=path.stat().st_size, sha256=hash_file(path)),)
-    names = sorted(item.name for item in path.iterdir() if item.is_file())
-    weights = set(pick_weights(names))
+    names = list_files(path)
+    weights = weight_files(path, names)
     return tuple(
         WeightFile(
             name=name, size=(path / name).stat().st_size, sha256=hash_file(path / name) if name in weights else None
         )
-        for name in names
-        if name in weights or _is_small(name)
+        for name in sorted({*weights, *filter(can_matter, names)})
     )
-
-
-def _is_small(name: str) -> bool:
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in _SMALL)
 
 
 def inspect_all(

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from anisoscope.capture import capture
+from anisoscope.capture import capture, windows_per_pass
 from anisoscope.corpora import Corpus, load_corpus
 from anisoscope.errors import ModelError, SpecError
 from anisoscope.models import Model
@@ -127,7 +127,7 @@ def _mean_normed(model: Model, norm: Norm, windows: Windows, batch_size: int | N
     """m = E x̂ over all tokens of the windows."""
     stack = model.layout.stacks[-1].name
     site = Site(name="final_norm.normed", stack=stack)
-    size = batch_size or max(1, FORWARD_TOKENS // windows.token_ids.shape[1])
+    size = batch_size or windows_per_pass(model, windows.token_ids.shape[1], FORWARD_TOKENS)
     total = torch.zeros_like(norm.gain)
     for start in range(0, len(windows.token_ids), size):
         ids = torch.from_numpy(windows.token_ids[start : start + size])

@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from anisoscope.capture import predict, windows_per_pass
 from anisoscope.corpora import Corpus, load_corpus
 from anisoscope.errors import ModelError
 from anisoscope.estimates import answer_once
@@ -26,7 +27,7 @@ from anisoscope.tangent.energies import Alignment
 from anisoscope.tangent.proxies import fit_global
 from anisoscope.tangent.ranks import rank_within
 from anisoscope.text import Windows, token_frequencies
-from anisoscope.trace import run_module, state_given
+from anisoscope.trace import state_given
 from anisoscope.walk import FORWARD_TOKENS, draw, resolve
 from anisoscope.weights import POPULATION, find_weights
 
@@ -178,9 +179,9 @@ def _output_states(model: Model, windows: Windows) -> tuple[Float[Tensor, "n d"]
     head: Any = model.module
     handle = head.get_output_embeddings().register_forward_pre_hook(add, with_kwargs=True)
     try:
-        for part in ids.split(max(1, FORWARD_TOKENS // ids.shape[1])):
+        for part in ids.split(windows_per_pass(model, ids.shape[1], FORWARD_TOKENS)):
             shape = tuple(part.shape)
-            run_module(model.module, part)
+            predict(model, part)
     finally:
         handle.remove()
     return torch.cat(some), torch.stack(total).sum(0) / ids.numel()

@@ -141,6 +141,7 @@ def estimate(
     frequencies: Any = None,
     sentences: Any = None,
     windows: Any = None,
+    documents: Any = None,
     rank: int = 16,
     proxy: str = "pca",
     gradient: str = "virtual",
@@ -154,9 +155,10 @@ def estimate(
     A family stands for those of its metrics that need no model, nor labels that were not given for a trend.
 
     For metrics of the families alignment, pinning and curvature: `grads` are the gradients of a loss at the points,
-    `windows` says which window of text each point comes from (half of them are fitted on, half tested), `frequencies`
-    how frequent its token is, `gradient` whether the coupled one (`virtual`) or the rows themselves (`activation`) are
-    tested. They are not dealt into batches.
+    `windows` says which window of text each point comes from and `documents` which document (half of the documents are
+    fitted on, half tested; one window of each is used where windows are permuted; without `documents` each window is one
+    of its own), `frequencies` how frequent its token is, `gradient` whether the coupled one (`virtual`) or the rows
+    themselves (`activation`) are tested. They are not split into batches.
 
     >>> import numpy as np, anisoscope as an
     >>> line = np.arange(12.0).reshape(-1, 1) * np.array([[1.0, 2.0, 2.0]])
@@ -190,6 +192,7 @@ def estimate(
         "grads": None if grads is None else _as_rows("grads", grads, matrix),
         "frequencies": None if frequencies is None else _as_numbers("frequencies", frequencies, matrix),
         "windows": None if windows is None else _as_labels("windows", windows, matrix),
+        "documents": None if documents is None else _as_labels("documents", documents, matrix),
     }
     apart: dict[str, Estimate] = {}
     if handed:

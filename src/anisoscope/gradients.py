@@ -11,9 +11,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn.functional import cross_entropy
 
-from anisoscope.capture import MASKED_SHARE, hooks_for, logits_of
+from anisoscope.capture import MASKED_SHARE, hooks_for, predict, windows_per_pass
 from anisoscope.cloud import Tokens
 from anisoscope.errors import LayoutError, ModelError, SpecError
 from anisoscope.models import Model
@@ -21,7 +20,6 @@ from anisoscope.norms import Norm, read_norms
 from anisoscope.records import FINAL_NORM_SITES, Site
 from anisoscope.taps import Key, Tap, find_linears, path_of, run_apart, tapped, widen
 from anisoscope.text import Windows
-from anisoscope.trace import run_module
 
 Place = Site | str
 """A site, or the path of a linear module; the second call of a module that is shared is `path@1`."""
@@ -112,7 +110,7 @@ def capture_gradients(
     `shuffle` is a seed that deals the targets anew among all positions that have one.
     """
     count, length = windows.token_ids.shape
-    size = max(1, _PASS_TOKENS // length) if batch_size is None else batch_size
+    size = windows_per_pass(model, length, _PASS_TOKENS, gradients=True) if batch_size is None else batch_size
     if size < 1:
         raise SpecError(f"batch_size is at least 1; came {size}")
     ids = torch.from_numpy(windows.token_ids)
@@ -234,16 +232,18 @@ class _Probe:
         """One pass forward and one backward; the losses."""
         module, shape = self.model.module, tuple(read.shape)
         with tapped(module, shape, self.places) as seen:
-            logits = logits_of(self.model, run_module(module, read, gradients=True))
-            assert logits is not None
+            # Where the head itself is tapped, the gradients of all its logits are asked for.
+            whole = (self.model.plain_head, False) in self.places
+            predictions = predict(self.model, read, gradients=True, whole=whole)
+            assert predictions is not None
             seen.complete = True
             taps = {key: tap for key, tap in seen.items() if self._wants(key)}
-            predicting, targets = predicting.to(logits.device), targets.to(logits.device)
-            lost = cross_entropy(widen(logits[predicting]), targets[predicting], reduction="none")
+            predicting, targets = (one.to(predictions.rows.device) for one in (predicting, targets))
+            lost = predictions.losses(predicting, targets)
             losses = lost.new_full(shape, torch.nan).masked_scatter(predicting, lost.detach())
             sources = [tap.source for tap in taps.values()]
             asked = torch.autograd.grad(lost.sum(), sources, allow_unused=True) if sources else ()
-        del logits, lost
+        del predictions, lost
         found = zip(taps, sources, asked, strict=True)
         gradients = {key: widen(torch.zeros_like(source) if one is None else one) for key, source, one in found}
         for place, values, gradient in self._shown(taps, gradients):

@@ -1,7 +1,8 @@
-"""States and gradients of your own: what `estimate` does with `grads`, `windows`, `token_ids` and `frequencies`.
+"""States and gradients of your own: `estimate` with `grads`, `windows`, `documents`, `token_ids` and `frequencies`.
 
-Half of the windows, drawn by the seed, is fitted on, and the other half tested. Without windows every row is its own,
-which neighbouring tokens of a text are not; a coupled gradient then has no null that holds.
+The proxy is fitted on half of the documents, drawn by the seed, and tested on the other half. Without documents every
+window is a document of its own, and without windows every row, which neighbouring tokens of a text are not; a coupled
+gradient then has no null that holds.
 """
 
 from collections.abc import Iterator, Sequence
@@ -37,6 +38,7 @@ def estimate_handed(
     token_ids: Int[Tensor, " _"] | None,
     frequencies: Float[Tensor, " _"] | None,
     windows: Int[Tensor, " _"] | None,
+    documents: Int[Tensor, " _"] | None,
     rank: int,
     proxy: str,
     gradient: str,
@@ -50,7 +52,9 @@ def estimate_handed(
     if of_gradients:
         if grads is None:
             raise SpecError(f"{of_gradients[0].name} is about gradients; give grads=, one row per point")
-        rows += _of_gradients(of_gradients, points, grads, token_ids, frequencies, windows, rank, proxy, gradient, seed)
+        rows += _of_gradients(
+            of_gradients, points, grads, token_ids, frequencies, windows, documents, rank, proxy, gradient, seed
+        )
     of_types = [metric for metric in metrics if metric.needs in ("pinned", "curved")]
     if of_types:
         if token_ids is None or frequencies is None:
@@ -70,27 +74,30 @@ def _of_gradients(
     token_ids: Int[Tensor, " _"] | None,
     frequencies: Float[Tensor, " _"] | None,
     windows: Int[Tensor, " _"] | None,
+    documents: Int[Tensor, " _"] | None,
     rank: int,
     proxy: str,
     gradient: str,
     seed: int,
 ) -> Iterator[ProbeRow]:
     if windows is None and gradient == "virtual":
-        raise SpecError("a coupled gradient is held against whole windows paired anew; give windows=, one per point")
+        raise SpecError("a coupled gradient is compared with permuted windows; give windows=, one per point")
     groups = torch.arange(len(points), device=points.device) if windows is None else windows
-    known = groups.unique()
+    owners = groups if documents is None else documents
+    known = owners.unique()
     if len(known) < 2:
-        raise SpecError("half of the windows are fitted on and half tested, and windows= names one window only")
+        name = "windows" if documents is None else "documents"
+        raise SpecError(f"half of the {name} are fitted on and half tested, and {name}= names one only")
     order = torch.randperm(len(known), generator=torch.Generator().manual_seed(seed)).to(known.device)
-    fitting = torch.isin(groups, known[order[: len(known) // 2]])
+    fitting = torch.isin(owners, known[order[: len(known) // 2]])
     fitted = fit_global(points[fitting], method=proxy, rank=rank, seed=seed)
-    states, rows, tested = points[~fitting], grads[~fitting], groups[~fitting]
+    states, rows, tested, owners = points[~fitting], grads[~fitting], groups[~fitting], owners[~fitting]
     named = {metric.name: metric for metric in metrics}
     if gradient == "virtual":
-        pairing = pair_windows(states, rows, tested, seed=seed)
+        pairing = pair_windows(states, rows, tested, documents=owners, seed=seed)
         found, moment = coupled_alignment(pairing, fitted, seed=seed), pairing.moments[0]
     else:
-        found, moment = uncoupled_alignment(rows, fitted, documents=tested, seed=seed), second_moment(rows)
+        found, moment = uncoupled_alignment(rows, fitted, documents=owners, seed=seed), second_moment(rows)
     place = {**_PLACE, "points": len(rows)}
     yield from enrichment_rows(named, found, leading_shares(moment[None])[0], columns={}, **place)
     if "tangent_anisotropy_share" in named:

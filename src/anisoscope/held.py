@@ -77,7 +77,14 @@ class Held:
             self.rows = torch.where(self.keep[..., None], here, 0)
         if set(self.gradients) - {"activation"}:
             values = torch.stack([place.here.values for place in places])
-            self.pairing = pair_each(values, here, self.shown.windows, keep=self.keep, seed=self.seed)
+            self.pairing = pair_each(
+                values,
+                here,
+                self.shown.windows,
+                keep=self.keep,
+                documents=self.shown.tokens.documents,
+                seed=self.seed,
+            )
 
     def begin(self) -> None:
         """Give a GPU what needs no proxy: it is done before there is one."""
@@ -256,7 +263,15 @@ class Held:
         proxy, here = fit_local(place.fitted, rank=rank), place.here
         yield from enrichment_rows(
             self.metrics,
-            local_alignment(here.values, here.gradients, self.shown.windows, proxy, keep=place.keep, seed=self.seed),
+            local_alignment(
+                here.values,
+                here.gradients,
+                self.shown.windows,
+                proxy,
+                keep=place.keep,
+                documents=self.shown.tokens.documents,
+                seed=self.seed,
+            ),
             math.nan,
             site=place.site,
             population=place.population,
@@ -295,6 +310,7 @@ def enrichment_rows(
     binding = {"control": found.control or None, "control_value": found.control_value, "p": found.p}
     # What the gain is over: of uncoupled gradients what all subspaces have on average.
     uniform = found.controls.get("haar")
+    coupled = "permuted" in found.controls
     over = {"control": "haar", "control_value": found.rank / found.dim, "p": None if uniform is None else uniform.p}
     by_normals = {
         "control": "normal",
@@ -306,7 +322,7 @@ def enrichment_rows(
     beside: dict[str, dict[str, Any]] = {
         "tangent_energy": {"low": found.energy.low, "high": found.energy.high} | dealt,
         "tangent_excess": binding,
-        "tangent_gain": binding if found.control == "permuted" else over,
+        "tangent_gain": binding if coupled else over,
         "normal_ratio": by_normals,
         "gradient_leading_variance": {},
         "variance_gain": {},

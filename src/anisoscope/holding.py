@@ -18,8 +18,8 @@ from anisoscope.held import (
 from anisoscope.kernels.queues import aside, rejoin
 from anisoscope.probed import ProbeRow
 from anisoscope.tangent.anisotropy import LED_DRAWS, AnisotropyShare, Leading, anisotropy_shares
-from anisoscope.tangent.controls import RandomSpaces, energies_of
-from anisoscope.tangent.energies import beside_shuffled, coupled_alignments, spaces_beside, uncoupled_alignments
+from anisoscope.tangent.controls import RandomSpaces
+from anisoscope.tangent.energies import coupled_alignments, spaces_beside, uncoupled_alignments
 from anisoscope.tangent.frequency import squares_by_frequency
 from anisoscope.tangent.proxies import bases_of
 from anisoscope.tangent.share_controls import ShareControls, permuted_shares, uncoupled_shares
@@ -31,7 +31,7 @@ def hold_against(
     """Rows of each place for its candidates.
 
     Where these are its `own`, also what is left of anisotropy without those that are plain proxies, and their energies
-    by token frequency. Energies of `shuffled` gradients stand beside those of the true ones.
+    by token frequency. The gradients of `shuffled` targets are among the controls.
     """
     if not held.gradients:
         return [[] for _ in held.places]
@@ -61,7 +61,8 @@ def hold_against(
     for number, gradient in enumerate(held.gradients):
         beside = [here[number] for here in spaces]
         if held.pairing is not None and gradient != "activation":
-            found = coupled_alignments(held.pairing, proxies, seed=seed, spaces=beside, seen=seen)
+            others = None if shuffled is None else shuffled.pairing
+            found = coupled_alignments(held.pairing, proxies, seed=seed, spaces=beside, seen=seen, shuffled=others)
         else:
             assert held.rows is not None
             found = uncoupled_alignments(
@@ -73,9 +74,8 @@ def hold_against(
                 squares=squares,
                 spaces=beside,
                 seed=seed,
+                shuffled=None if shuffled is None else shuffled.rows,
             )
-        if shuffled is not None:
-            found = beside_shuffled(found, energies_of(shuffled.moments[:, number], bases))
         for at, (mine, every) in enumerate(zip(usable, found, strict=True)):
             rows[at] += held.enrichment(at, gradient, mine, every, shares[at * len(held.gradients) + number])
     if removal and leading:

@@ -7,9 +7,10 @@ than measuring them: the name of the run and the step say which they are.
 import logging
 import math
 import os
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import chdir, contextmanager, suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,7 +21,7 @@ from torch import nn
 
 from anisoscope.conditions import Gate, parse
 from anisoscope.corpora import Corpus, load_corpus
-from anisoscope.errors import ModelError, SpecError
+from anisoscope.errors import AnisoscopeError, ModelError, SpecError, StoreError
 from anisoscope.metrics import find_metrics
 from anisoscope.models import Model, adopt_model
 from anisoscope.past import Past, choose_past, read_past
@@ -32,7 +33,7 @@ from anisoscope.sinks import Board, find_sinks
 from anisoscope.store import Store
 from anisoscope.text import Windows
 from anisoscope.undisturbed import fingerprint, same_chance, undisturbed, unwrap, updates_of, why_unreadable
-from anisoscope.walk import measure, resolve
+from anisoscope.walk import check_single, check_sites, measure, resolve
 
 log = logging.getLogger("anisoscope.live")
 
@@ -68,22 +69,28 @@ class Scope:
         steps: int | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Wrong requests are refused here, before training begins; nothing is raised later.
+        """Wrong requests are refused here, or when the Scope is entered; failures during training are recorded.
 
         `probe` names a corpus, or is one; without it, it is that of the Spec.
         `run` names the training: give the same name when it is resumed, and steps that are stored are not measured
         again. `preset` fills in what the Spec leaves at its defaults; None takes the Spec as it is.
         `budget` is the share of training time that measuring may take, `steps` the number of updates that are planned.
         `stop_if` sets `should_stop` and `warn_if` only warns, as soon as a condition holds.
+        Relative paths are those of the working directory at this moment, wherever the process goes later.
         """
         if budget <= 0:
             raise SpecError(f"budget is a share of training time, above 0 (0.02 is 2 %); came {budget}")
+        if steps is not None and steps < 1:
+            raise SpecError(f"steps is the number of updates that are planned, at least 1; came {steps}")
         self.spec = fill_in(spec, preset)
         self.run = run or spec.run or f"{spec.model}-{datetime.now(UTC):%Y%m%d-%H%M%S}"
-        self.store = store if isinstance(store, Store) else Store(store)
+        self._directory = Path.cwd()
+        folder = Path(store.folder if isinstance(store, Store) else store)
+        self.store = store if isinstance(store, Store) and folder.is_absolute() else Store(folder.absolute())
         self.when = when or log_spaced(300)
         self.gates = [Gate(parse(text), stops=True) for text in _as_list(stop_if)]
         self.gates += [Gate(parse(text), stops=False) for text in _as_list(warn_if)]
+        check_single(self.spec)
         names = [item if isinstance(item, str) else item[0] for item in self.spec.metrics]
         measured = {item.name for item in find_metrics(names, gride_scales=self.spec.gride_scales)}
         for gate in self.gates:
@@ -100,13 +107,15 @@ class Scope:
         self._seen: int | None = None
         self._tokens: int | None = None
         self._done: int | None = None
-        self._open = False
+        self._opened = self._open = False
         self._changes = self._changes_then = 0
         self._handle: Any = None
         self._setup = 0.0
         self._counts = dict.fromkeys(("measured", "stored_before", "skipped", "failed"), 0)
         self._skipped_since = 0
         self._said: set[str] = set()
+        self._errors: list[Exception] = []
+        self._without_value: dict[str, str] = {}
         self._kept: dict[int, str] = {}
 
     @property
@@ -154,38 +163,61 @@ class Scope:
 
     @same_chance()
     def open(self) -> None:
-        """Look at the model and draw the probe; what cannot be measured is said here, once."""
-        self._open = True
+        """Find the model's layout and draw the probe. What cannot be measured is refused here, before any step."""
+        if self._opened:
+            raise SpecError("a Scope watches one training: make another with Scope(...) for the next one")
+        self._opened = True
         start = self._clock()
-        with self._harmless("nothing will be measured"):
-            if self._optimizer is not None:
-                self._handle = self._optimizer.register_step_post_hook(self._count_update)
+        error: Exception | None = None
+        # Every process sees this alike, and sharded weights may not take part in the exchange below.
+        unreadable = why_unreadable(unwrap(self._given))
+        if unreadable is not None:
+            error = ModelError(f"live geometry is unavailable: {unreadable}, and a part of the weights gives no number")
+        elif _rank() == 0:
+            try:
+                self._prepare()
+            except Exception as found:
+                error = found
+        if error is not None:
+            self.unavailable = f"{type(error).__name__}: {error}"
             if _rank() == 0:
-                try:
-                    self._ledger.plan(self.when, self._steps)
-                    self._adopt()
-                except Exception as error:
-                    self.unavailable = f"{type(error).__name__}: {error}"
-                    self._put_failure(replace(self.spec, run=self.run), error)
-                    raise
+                self._put_failure(replace(self.spec, run=self.run), error)
+        if unreadable is None and _agree(error is not None, self._given) and error is None:
+            error = ModelError("live geometry is unavailable: the first process, which measures, raised the reason")
+        if error is not None:
+            raise error
+        if self._optimizer is not None:
+            self._handle = self._optimizer.register_step_post_hook(self._count_update)
+        self._open = True
         self._setup = self._clock() - start
         self._ledger.begun = self._clock()
 
+    def _prepare(self) -> None:
+        """Everything that must succeed before a step can be measured."""
+        _check_writable(Path(self.store.folder))
+        self.when(0)
+        self._ledger.plan(self.when, self._steps)
+        if self._ledger.steps and not self._ledger.planned:
+            raise SpecError(f"the schedule is due at none of the steps 0 to {self._steps}: choose another when=")
+        self._adopt()
+
     def _adopt(self) -> None:
         module = unwrap(self._given)
-        reason = why_unreadable(module)
-        if reason is not None:
-            raise ModelError(f"live geometry is unavailable: {reason}, and a part of the weights gives no number")
         tokenizer = self._tokenizer
         if tokenizer is None:
-            raise SpecError("a tokenizer is needed to read the probe: tokenizer=")
+            raise SpecError(
+                "a tokenizer is needed to read the probe: Scope(..., tokenizer=tokenizer), or "
+                "Trainer(..., processing_class=tokenizer)"
+            )
         spec = replace(self.spec, run=self.run, dtype=_dtype_of(module), seq_len=_fitting(self.spec.seq_len, module))
-        corpus = self._corpus if isinstance(self._corpus, Corpus) else load_corpus(self._corpus or spec.corpus)
+        with chdir(self._directory):
+            corpus = self._corpus if isinstance(self._corpus, Corpus) else load_corpus(self._corpus or spec.corpus)
         with undisturbed(module):
             hand: dict[str, Any] = {"blocks": spec.blocks, "final_norm": spec.final_norm}
             model = adopt_model(module, tokenizer, name=spec.model, in_training=True, **hand)
         self._probe = draw_probe(spec, tokenizer, corpus)
         self.spec = resolve(spec, corpus=corpus, model=model)
+        check_sites(self.spec, model)
         self._model = model
         self._changes = updates_of(module)
 
@@ -197,8 +229,17 @@ class Scope:
 
         In a plain loop: after `backward()`, before `optimizer.step()`, with 0 before the first update. Calls with the
         same number, as in gradient accumulation, count once. `tokens` is how many the training has seen.
+        The first call raises where nothing at all could be measured; later failures are recorded and training goes on.
         """
-        due = False
+        if not self._open:
+            state = "was closed" if self._opened else "was not entered"
+            raise SpecError(
+                f"this Scope {state}, and measures nothing: call step() inside\n"
+                "    with Scope(model, spec, tokenizer=tokenizer) as scope:\n"
+                "        ...\n"
+                "        scope.step(step)"
+            )
+        due = first = False
         with self._harmless(f"step {step} was not measured"):
             first = self._seen is None
             again = step == self._seen
@@ -209,6 +250,11 @@ class Scope:
             if due and self._model is not None:
                 self._ledger.due += 1
                 self._visit(step, tokens, certain=first)
+        if first and self._errors:
+            self.close(measure_last=False)
+            raise AnisoscopeError(
+                f"nothing can be measured, as the first step shows: {self._errors[0]}"
+            ) from self._errors[0]
         if due and any(gate.stops for gate in self.gates):
             with self._harmless("the processes could not agree whether to stop"):
                 self.should_stop = _agree(self.should_stop, self._given)
@@ -246,6 +292,15 @@ class Scope:
                 *(done[name] for name in ("run", "measured", "skipped", "failed", "measuring_seconds")),
                 100 * done["share"],
             )
+            if self._errors:
+                log.error(
+                    "%s: %d of %d measurements FAILED; the first: %s: %s. %s holds a .failed.json for each, where it "
+                    "could be written; saved checkpoints can still be measured with `anisoscope sweep`",
+                    *(self.run, done["failed"], done["failed"] + done["measured"], type(self._errors[0]).__name__),
+                    *(self._errors[0], self.store.folder),
+                )
+            if self._without_value:
+                log.error("%s: metrics without a value: %s", self.run, "; ".join(self._without_value.values()))
         self._model = None
 
     # Stores and sinks may draw random numbers too.
@@ -278,12 +333,16 @@ class Scope:
         try:
             with undisturbed(self._model.module):
                 unit = self._unit(spec, 0 if spec.step == 0 else tokens)
+            reasons = unit.provenance.get("failed", {})
+            if reasons and not self._counts["measured"] and all(math.isnan(row.value) for row in unit.records):
+                raise ModelError("; ".join(f"{name}: {reason}" for name, reason in reasons.items()))
             self.store.put(unit)
             self._remember(unit)
             self._counts["measured"] += 1
             self._skipped_since = 0
         except Exception as error:
             self._counts["failed"] += 1
+            self._errors.append(error)
             log.error("step %d was not measured: %s: %s", spec.step, type(error).__name__, error)
             self._put_failure(spec, error)
         else:
@@ -299,6 +358,7 @@ class Scope:
 
     def _show(self, step: int, unit: Unit, seconds: float) -> None:
         for name, reason in unit.provenance.get("failed", {}).items():
+            self._without_value.setdefault(name, f"{name} (from step {step}: {reason})")
             self._say_once(f"{name} has no value at step {step}: {reason}", about=f"{name} fails")
         for error in self._board.write(step, unit.records, seconds):
             self._say_once(f"a sink failed: {type(error).__name__}: {error}")
@@ -382,6 +442,20 @@ class Scope:
             yield
         except Exception as error:
             log.error("%s: %s: %s", consequence, type(error).__name__, error)
+
+
+def _check_writable(folder: Path) -> None:
+    """Refuse a folder that cannot be made or written to."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"0" * 4096)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise StoreError(
+            f"cannot write to the run folder {folder}: {error.strerror or error}. Give another with store="
+        ) from error
 
 
 def _as_list(conditions: str | Iterable[str] | None) -> list[str]:

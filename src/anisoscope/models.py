@@ -4,20 +4,22 @@ Nothing is guessed in silence: weights that are missing, a tokenizer without wor
 and a layout that fails its check all stop here, with one sentence that says what to do.
 """
 
+import copy
 import hashlib
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from anisoscope.errors import MissingPackageError, ModelError, SpecError
+from anisoscope.errors import AnisoscopeError, MissingPackageError, ModelError, SpecError
 from anisoscope.layout import Layout as Layout
 from anisoscope.layout import Stack as Stack
 from anisoscope.layout import discover_layout as discover_layout
@@ -26,7 +28,7 @@ from anisoscope.layout import select_sites as select_sites
 from anisoscope.layout import sites_of as sites_of
 from anisoscope.layout import verify_layout as verify_layout
 from anisoscope.sources import Source, hash_weights, is_commit, is_seed, locate
-from anisoscope.trace import is_encoder_decoder, make_probe, trace_module
+from anisoscope.trace import is_encoder_decoder, make_probe, run_module, trace_module
 from anisoscope.validation import check_setting
 
 
@@ -48,6 +50,10 @@ class Model:
     notes: tuple[str, ...] = ()
     checks: tuple[str, ...] = ()
     """One sentence per fact that was proven when it was loaded."""
+    logits_width: int = 0
+    """Logits per position; 0 without a head."""
+    plain_head: str | None = None
+    """Path of the linear module whose output was proven to be the logits, with nothing done to them afterwards."""
 
 
 def load_model(
@@ -86,10 +92,17 @@ def load_model(
         _need(("gguf", "accelerate"), "Reading a .gguf file")
     else:
         source |= {"pretrained_model_name_or_path": str(place.path)}
-    with _quiet(bars=place.path is None), _explaining(name):
+    with ExitStack() as stack:
+        stack.enter_context(_quiet(bars=place.path is None))
+        stack.enter_context(_explaining(name))
+        if not trust_remote_code:
+            stack.enter_context(_without_hub_kernels())
         from transformers import AutoConfig
 
+        if place.path is None or place.path.is_dir():
+            _refuse_adapter(name, source)
         config = AutoConfig.from_pretrained(**source)
+        notes = [] if trust_remote_code else _pin_implementations(config)
         tokenizer = _load_tokenizer(name, source)
         loader, head = _loader_for(config, gguf=place.is_gguf)
         options = {
@@ -107,16 +120,66 @@ def load_model(
             module, info = loader.from_pretrained(**source, **{key: v for key, v in options.items() if v is not None})
         if device_map is None:
             module.to(where)
-    module.eval()
-    probe = make_probe(module, tokenizer)
-    layout = discover_layout(module, probe, blocks=blocks, final_norm=final_norm)
-    notes, checks = [], ["Every weight that a state depends on was in the checkpoint."]
+        module.eval()
+        probe = make_probe(module, tokenizer)
+        layout = discover_layout(module, probe, blocks=blocks, final_norm=final_norm)
+    checks = ["Every weight that a state depends on was in the checkpoint."]
     if _check_complete(name, module, layout, probe, set(info["missing_keys"])):
         head = None
         notes.append("The language-model head has no weights in the checkpoint: no loss.")
     if place.is_gguf:
         notes.append("Weights were dequantised from GGUF.")
     return _assemble(name, module, tokenizer, layout, probe, head=head, weights=weights, notes=notes, checks=checks)
+
+
+def _refuse_adapter(name: str, source: dict[str, Any]) -> None:
+    """An adapter changes what its base model computes, and only where peft is installed."""
+    from transformers.utils.peft_utils import find_adapter_config_file
+
+    model, revision = source["pretrained_model_name_or_path"], source.get("revision")
+    if find_adapter_config_file(model, revision=revision) is not None:
+        raise ModelError(
+            f"{name} holds a PEFT adapter (adapter_config.json), and its base model is elsewhere: merge it into that "
+            "(merge_and_unload), save the result and measure it"
+        )
+
+
+# Ways to compute attention and experts that are part of torch and transformers; others are code that is downloaded.
+_IMPLEMENTATIONS = {
+    "_attn_implementation": (None, "eager", "sdpa"),
+    "_experts_implementation": (None, "eager", "grouped_mm", "batched_mm"),
+}
+
+
+def _pin_implementations(config: Any) -> list[str]:
+    """Reset attention and experts of a config, and of those inside it, to the default where they name other code."""
+    from transformers import PretrainedConfig
+
+    notes = []
+    for name, known in _IMPLEMENTATIONS.items():
+        wanted = getattr(config, name, None)
+        if wanted not in known:
+            # A string would be set in the configs inside as well.
+            setattr(config, name, {"": None})
+            notes.append(f"The config asks for {name.lstrip('_')} {wanted!r}; the default of transformers was used.")
+    inside = [value for value in vars(config).values() if isinstance(value, PretrainedConfig)]
+    return notes + [note for each in inside for note in _pin_implementations(each)]
+
+
+@contextmanager
+def _without_hub_kernels() -> Iterator[None]:
+    """Refuse kernels from the hub, which are code: attention, experts and quantisation all load them through here."""
+    from transformers.integrations import hub_kernels
+
+    def refuse(kernel: str, *_: Any, **__: Any) -> None:
+        raise ImportError(f"{kernel} is code from the hub: trust_remote_code=True")
+
+    before = hub_kernels.get_kernel
+    hub_kernels.get_kernel = refuse
+    try:
+        yield
+    finally:
+        hub_kernels.get_kernel = before
 
 
 def _draw(loader: Any, config: Any, folder: Path, dtype: torch.dtype) -> nn.Module:
@@ -161,6 +224,7 @@ def _assemble(
     notes: list[str],
     checks: list[str],
 ) -> Model:
+    notes += _check_vocabulary(name, module, tokenizer)
     checks += verify_layout(module, layout, probe)
     if is_encoder_decoder(module):
         kind = "encoder-decoder"
@@ -170,6 +234,7 @@ def _assemble(
     else:
         kind = "encoder"
         checks.append("Changing later tokens changes earlier states: an encoder.")
+    width, plain_head = _find_head(module, probe)
     if head == "causal" and kind == "encoder":
         head = None
         notes.append("It sees later tokens, so its next-token loss means nothing: no loss.")
@@ -183,6 +248,58 @@ def _assemble(
         weights=weights,
         notes=tuple(notes),
         checks=tuple(checks),
+        logits_width=width,
+        plain_head=plain_head,
+    )
+
+
+def _find_head(module: nn.Module, probe: Int[Tensor, "b t"]) -> tuple[int, str | None]:
+    """How wide the logits are, and the last linear module that is called, where its output is them bit by bit."""
+    last: list[tuple[str, bool, Tensor]] = []
+
+    def keep(path: str, _: nn.Module, args: Any, output: Any) -> None:
+        by_position = len(args) == 1 and tuple(args[0].shape[:-1]) == tuple(probe.shape)
+        # A copy: logits that are scaled or capped in place afterwards are others.
+        last[:] = [(path, by_position, output.detach().clone())]
+
+    linears = [(path, part) for path, part in module.named_modules() if isinstance(part, nn.Linear)]
+    handles = [part.register_forward_hook(partial(keep, path)) for path, part in linears]
+    try:
+        output = run_module(module, probe)
+    finally:
+        for handle in handles:
+            handle.remove()
+    logits = getattr(output, "logits", None)
+    if not isinstance(logits, Tensor) or logits.ndim != 3 or tuple(logits.shape[:2]) != tuple(probe.shape):
+        return 0, None
+    for path, by_position, made in last:
+        if by_position and made.shape == logits.shape and torch.equal(made.to(logits.dtype), logits):
+            return logits.shape[-1], path
+    return logits.shape[-1], None
+
+
+def embedding_rows(module: nn.Module) -> int | None:
+    """How many token ids a model can read, where its input embedding is a table."""
+    table = module.get_input_embeddings() if hasattr(module, "get_input_embeddings") else None  # pyright: ignore[reportCallIssue]
+    return table.num_embeddings if isinstance(table, nn.Embedding) else None
+
+
+def _check_vocabulary(name: str, module: nn.Module, tokenizer: Any) -> list[str]:
+    """Refuse a tokenizer with ids that the embedding has no row for; a note where no text leads to them."""
+    rows = embedding_rows(module)
+    if rows is None or not hasattr(tokenizer, "get_vocab"):
+        return []
+    over = sorted((index, token) for token, index in tokenizer.get_vocab().items() if index >= rows)
+    if not over:
+        return []
+    listed = ", ".join(f"{token!r} ({index})" for index, token in over[:4]) + (", ..." if len(over) > 4 else "")
+    found = f"{len(over)} of the tokenizer's ids have no row in the embedding, which has {rows}: {listed}"
+    unused = set(tokenizer.all_special_ids) - set(tokenizer("a")["input_ids"]) - {tokenizer.mask_token_id}
+    if all(index in unused for index, _ in over):
+        return [f"{found}. They are special tokens that ordinary text does not contain."]
+    raise ModelError(
+        f"{name}: {found}. Save the tokenizer that these weights were trained with, or resize the embedding "
+        "(resize_token_embeddings)."
     )
 
 
@@ -275,7 +392,7 @@ def _check_complete(name: str, module: nn.Module, layout: Layout, probe: Int[Ten
     last = trace.of(ends)[-1]
     early = {call.path for call in trace.calls if call.entered <= last.entered or call.path.startswith(f"{last.path}.")}
     late = {call.path for call in trace.calls} - early
-    unused = {key for key in missing if "pooler" in key.split(".")}
+    unused = {key for key in missing if "pooler" in key.split(".") or _is_computed(module, key)}
     head = {key for key in missing - unused if key.rpartition(".")[0] in late or _parent(key) in late}
     random = sorted(missing - unused - head)
     if random:
@@ -284,6 +401,37 @@ def _check_complete(name: str, module: nn.Module, layout: Layout, probe: Int[Ten
             f"({', '.join(random[:4])}{', ...' if len(random) > 4 else ''}). Does it belong to this config?"
         )
     return bool(head)
+
+
+def _is_computed(module: nn.Module, key: str) -> bool:
+    """Whether a missing weight is no result of training: it is frozen, and its initialisation has no randomness.
+
+    So are sinusoidal position embeddings, which several architectures do not store. A norm's gain begins at one as
+    well, but is trained.
+    """
+    path, _, name = key.rpartition(".")
+    owner = module.get_submodule(path)
+    weight = getattr(owner, name)
+    if weight.is_meta or not weight.is_floating_point() or not _is_frozen(module, key):
+        return False
+    again = copy.deepcopy(owner)
+    # A new parameter: transformers marks those that it need not initialise.
+    empty = torch.full_like(weight, torch.nan)
+    setattr(again, name, nn.Parameter(empty, requires_grad=False) if isinstance(weight, nn.Parameter) else empty)
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(1)
+        cast("Any", module)._init_weights(again)
+    return torch.equal(getattr(again, name), weight)
+
+
+def _is_frozen(module: nn.Module, key: str) -> bool:
+    """Whether the architecture declares a weight as not to be trained. A loaded weight does not say so any more."""
+    try:
+        with torch.device("meta"):
+            return not type(module)(module.config).get_parameter(key).requires_grad
+    except Exception:
+        # No model of transformers, or one that cannot be built without memory: the weight counts as missing.
+        return False
 
 
 def _parent(key: str) -> str:
@@ -297,7 +445,7 @@ def _explaining(name: str) -> Iterator[None]:
 
     try:
         yield
-    except (ModelError, MissingPackageError):
+    except AnisoscopeError:
         raise
     except SafetensorError as error:
         raise ModelError(f"{name}: its safetensors file is corrupt or cut short ({error}). Fetch it again.") from error

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from anisoscope.capture import capture
+from anisoscope.capture import capture, windows_per_pass
 from anisoscope.cloud import Tokens, select_population
 from anisoscope.estimates import answer_once
 from anisoscope.gauge import seed_for
@@ -103,7 +103,7 @@ class Probed:
         return dict(self._states(read_for_loss(self.model, self.probe.fit, self.mask_seed("fit"))[0]))
 
     def _states(self, ids: Int[Tensor, "w t"]) -> Iterator[tuple[Site, Float[Tensor, "n d"]]]:
-        size = self.batch_size or max(1, FORWARD_TOKENS // ids.shape[1])
+        size = self.batch_size or windows_per_pass(self.model, ids.shape[1], FORWARD_TOKENS)
         parts: dict[Site, list[Tensor]] = {site: [] for site in self.sites}
         for part in ids.split(size):
             for site, state in capture(self.model, part, self.sites).states.items():

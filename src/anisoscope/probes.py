@@ -46,8 +46,9 @@ class Probe:
 
 
 def draw_probe(spec: Spec, tokenizer: Any, corpus: Corpus) -> Probe:
-    """Half of the windows from one half of the documents, half from the other.
+    """Half of the windows from one half of the documents, half from the other; each window from documents of its own.
 
+    Windows of one document are not exchangeable with those of others, and nulls that permute windows take them for so.
     Which document goes where is drawn by `spec.seed`. A corpus of one document is cut in the middle.
     """
     count = max(1, math.ceil(spec.tokens / spec.seq_len / 2))
@@ -62,6 +63,7 @@ def draw_probe(spec: Spec, tokenizer: Any, corpus: Corpus) -> Probe:
             count=count,
             seed=spec.seed,
             special_tokens=spec.special_tokens,
+            documents_apart=True,
         )
         halves.append(replace(drawn, documents=np.array(owners)[drawn.documents], notes=drawn.notes + notes))
     fit, test = halves

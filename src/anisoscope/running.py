@@ -20,7 +20,7 @@ import anisoscope
 from anisoscope.attention import VIEWS as OF_ATTENTION
 from anisoscope.attention import WINDOWS as ATTENTION_WINDOWS
 from anisoscope.attention import attention_records
-from anisoscope.capture import capture, token_losses
+from anisoscope.capture import capture, token_losses, windows_per_pass
 from anisoscope.cloud import Cloud, Tokens
 from anisoscope.corpora import Corpus
 from anisoscope.errors import ModelError, SpecError
@@ -49,6 +49,15 @@ FORWARD_TOKENS = 4096
 def settings_of(spec: Spec) -> dict[str, Any]:
     """What metrics read of a Spec."""
     return {name: getattr(spec, name) for name in ("discard_fraction", "gride_scales", "neighbors", "isoscore_zeta")}
+
+
+def weight_sites(spec: Spec) -> list[str]:
+    """The matrices of embeddings that a Spec asks for."""
+    asked = [pattern for pattern in spec.sites if pattern.endswith(".weight")]
+    names = [name for name in WEIGHT_SITES if any(fnmatchcase(name, pattern) for pattern in asked)]
+    if len(names) < len(asked) and "*" not in "".join(asked):
+        raise SpecError(f"sites of weights are {' and '.join(WEIGHT_SITES)}; came {', '.join(asked)}")
+    return names
 
 
 class Run:
@@ -80,7 +89,7 @@ class Run:
         self.metrics = [metric for metric in metrics if metric.needs not in apart]
         self.of_probe = [metric.name for metric in metrics if metric.needs in OF_PROBE]
         self.of_attention = [metric.name for metric in metrics if metric.needs in OF_ATTENTION]
-        self.batch_size = batch_size or max(1, FORWARD_TOKENS // spec.seq_len)
+        self.batch_size = batch_size or windows_per_pass(model, spec.seq_len, FORWARD_TOKENS)
         self.notes = [*corpus.notes, *windows.notes, *model.notes]
         self.norms: dict[str | None, Norm | str] = {}
         self.sites = self._select_sites()
@@ -308,12 +317,8 @@ class Run:
 
     def _weigh(self) -> Iterator[WeightRecord]:
         """The matrices of embeddings that the Spec asks for."""
-        asked = [pattern for pattern in self.spec.sites if pattern.endswith(".weight")]
-        names = [name for name in WEIGHT_SITES if any(fnmatchcase(name, pattern) for pattern in asked)]
-        if len(names) < len(asked) and "*" not in "".join(asked):
-            raise SpecError(f"sites of weights are {' and '.join(WEIGHT_SITES)}; came {', '.join(asked)}")
         yield from weight_records(
-            self.model.module, names, [metric.name for metric in self.metrics], seed=self.spec.seed
+            self.model.module, weight_sites(self.spec), [metric.name for metric in self.metrics], seed=self.spec.seed
         )
 
     def _count_tokens(self) -> np.ndarray | None:

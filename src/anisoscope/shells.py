@@ -1,5 +1,6 @@
 """Shells around a Scope: for the Trainer of transformers, and for Lightning."""
 
+from contextlib import chdir
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ class TrainerCallback(transformers.TrainerCallback):
 
     def __init__(self, spec: Spec, **options: Any) -> None:
         _check(spec, options)
-        self.spec, self.options = spec, options
+        self.spec, self.options, self.directory = spec, options, Path.cwd()
         self.scope: Scope | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -29,7 +30,9 @@ class TrainerCallback(transformers.TrainerCallback):
             "run": self.spec.run or args.run_name or Path(args.output_dir).name,
             "steps": state.max_steps,
         }
-        self.scope = Scope(kwargs["model"], self.spec, **given | self.options)
+        # Relative paths are those of where the callback was made.
+        with chdir(self.directory):
+            self.scope = Scope(kwargs["model"], self.spec, **given | self.options)
         self.scope.open()
         self._step(state, control)
 
@@ -55,14 +58,15 @@ class TrainerCallback(transformers.TrainerCallback):
 class _LightningShell:
     def __init__(self, spec: Spec, *, attribute: str = "model", **options: Any) -> None:
         _check(spec, options)
-        self.spec, self.attribute, self.options = spec, attribute, options
+        self.spec, self.attribute, self.options, self.directory = spec, attribute, options, Path.cwd()
         self.scope: Scope | None = None
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin with the weights as they are before the first update, or where a training is resumed."""
         planned = trainer.estimated_stepping_batches
         given: dict[str, Any] = {"steps": int(planned) if 0 < planned < float("inf") else None}
-        self.scope = Scope(getattr(pl_module, self.attribute, pl_module), self.spec, **given | self.options)
+        with chdir(self.directory):
+            self.scope = Scope(getattr(pl_module, self.attribute, pl_module), self.spec, **given | self.options)
         self.scope.open()
         self._step(trainer)
 

@@ -44,7 +44,7 @@ class JsonlSink:
     """One line of JSON per measured step; NaN becomes null."""
 
     def __init__(self, path: str | os.PathLike[str], *, all_sites: bool = True) -> None:
-        self.path, self.all_sites = Path(path), all_sites
+        self.path, self.all_sites = Path(path).absolute(), all_sites
 
     def write(self, step: int, scalars: Mapping[str, float], pictures: Mapping[str, np.ndarray]) -> None:
         """Append a line; it is on disk when this returns. A file shows no pictures."""
@@ -64,7 +64,7 @@ class TensorBoardSink:
 
     def __init__(self, folder: str | os.PathLike[str], *, all_sites: bool = False) -> None:
         _need("tensorboard", "TensorBoardSink")
-        self.folder, self.all_sites, self._writer = folder, all_sites, None
+        self.folder, self.all_sites, self._writer = Path(folder).absolute(), all_sites, None
 
     def write(self, step: int, scalars: Mapping[str, float], pictures: Mapping[str, np.ndarray]) -> None:
         """Write, and flush, so that a killed training loses nothing."""

@@ -1,21 +1,34 @@
 """model@revision -> where its files are, and what identifies them, before anything is loaded. No torch."""
 
+import contextlib
+import fnmatch
 import functools
 import hashlib
+import json
+import os
 import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from typing import Any
 
 from anisoscope.errors import ModelError, SpecError
 
-# What defines a saved model besides its weights.
-_DEFINING = ("config.json", "tokenizer*", "vocab*", "merges.txt", "spiece.model", "special_tokens_map.json")
-_WEIGHTS = {
-    "safetensors": re.compile(r"[^/]*\.safetensors"),
-    "pickled": re.compile(r"pytorch_model[^/]*\.bin"),
+# Weights in the order in which transformers looks for them: one file, or the shards that an index names.
+_WEIGHTS = (
+    ("model.safetensors", "model.safetensors.index.json", re.compile(r"[^/]*\.safetensors")),
+    ("pytorch_model.bin", "pytorch_model.bin.index.json", re.compile(r"pytorch_model[^/]*\.bin")),
     # Weights before the first step need no file: the seed they are drawn from says which they are.
-    "seed": re.compile(r"seed\.json"),
-}
+    ("seed.json", None, re.compile(r"seed\.json")),
+)
+# Files that change no state: notes, pictures, what a training keeps for itself, settings of text generation, and
+# weights in a format that is not loaded. Everything else identifies a model.
+_CANNOT_MATTER = (
+    *("*.md", "license*", "*.log", "*.png", "*.jpg", "*.jpeg", "*.gif", "*.svg", "*.pdf"),
+    *("trainer_state.json", "training.json", "*_results.json", "events.out.tfevents.*", "generation_config.json"),
+    *("*.safetensors", "*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.ot", "*.onnx"),
+    *("*.gguf", "*.tflite"),
+)
 
 POCKET = Path(__file__).parent / "pocket"
 POCKET_SUITE = ("pocket-decoder", "pocket-encoder")
@@ -33,7 +46,7 @@ class Source:
     @property
     def is_gguf(self) -> bool:
         """Whether it is a `.gguf` file."""
-        return self.path is not None and self.path.suffix == ".gguf"
+        return self.path is not None and self.path.suffix == ".gguf" and self.path.is_file()
 
 
 def locate(model: str, revision: str | None = None) -> Source:
@@ -95,44 +108,110 @@ def _pocket_checkpoint(name: str, revision: str | None) -> Path:
 
 def is_seed(folder: Path) -> bool:
     """Whether a folder holds a seed in place of weights."""
-    return [file.name for file in weight_files(folder)] == ["seed.json"]
+    return weight_files(folder, list_files(folder)) == ["seed.json"]
 
 
 def hash_weights(model: str, *, revision: str | None = None) -> str:
     """What identifies a model before it is loaded.
 
-    A hub model: its commit. A `.gguf` file: its SHA-256. A folder: SHA-256 over the names and hashes of the weight
-    files that would be loaded (safetensors where there are any, else pickled ones), the config and the tokenizer, since
-    an edited config changes numbers as surely as other weights.
+    A hub model: its commit. A `.gguf` file: its SHA-256. A folder: SHA-256 over the names and hashes of
+    `identifying_files`.
     """
     source = locate(model, revision)
     if source.repo is not None:
         return _find_commit(source.repo, source.revision)
     path = source.path
     assert path is not None
-    if source.is_gguf:
-        return hash_file(path)
-    files = weight_files(path)
-    if not files:
-        inside = sorted(item.name for item in path.iterdir() if item.is_dir())
+    with _reading(path):
+        if source.is_gguf:
+            return hash_file(path)
+        listed = (f"{name} {hash_file(path / name)}\n" for name in identifying_files(path))
+        return hashlib.sha256(os.fsencode("".join(listed))).hexdigest()
+
+
+def identifying_files(folder: Path) -> list[str]:
+    """Every file of a saved model that can change what is computed from it: the weights, then the others by name.
+
+    Of the weights, those that would be loaded, wherever the index says they are. Of the others, every file in the
+    folder and every Python file below it, except for a few kinds that cannot matter. A list of the files that matter
+    would lack those of the next tokenizer; a file too many costs a repeated measurement, one too few a wrong number.
+    """
+    names = list_files(folder)
+    weights = weight_files(folder, names)
+    if not weights:
+        inside = sorted(item.name for item in folder.iterdir() if item.is_dir())
         hint = f"; it holds {', '.join(inside[:3])} ...: sweep them, or name one as revision" if inside else ""
-        raise ModelError(f"{path} has no weight files (*.safetensors): is it the folder of a saved model?{hint}")
-    files += sorted(file for pattern in _DEFINING for file in path.glob(pattern))
-    listed = "".join(f"{file.name} {hash_file(file)}\n" for file in files)
-    return hashlib.sha256(listed.encode()).hexdigest()
+        raise ModelError(f"{folder} has no weight files (*.safetensors): is it the folder of a saved model?{hint}")
+    return weights + sorted(name for name in names if can_matter(name) and name not in weights)
 
 
-def weight_files(folder: Path) -> list[Path]:
-    """The weight files of a folder that would be loaded."""
-    return [folder / name for name in pick_weights(sorted(item.name for item in folder.iterdir()))]
+def can_matter(name: str) -> bool:
+    """Whether a file that is not loaded as weights can change what is computed; its name is relative to the folder."""
+    path = PurePosixPath(name)
+    if any(part.startswith(".") or part == "__pycache__" for part in path.parts):
+        return False
+    if len(path.parts) > 1:
+        return path.suffix == ".py"
+    return not any(fnmatch.fnmatchcase(name.lower(), pattern) for pattern in _CANNOT_MATTER)
 
 
-def pick_weights(names: list[str]) -> list[str]:
-    """Which of these files would be loaded as weights: safetensors where there are any, else pickled ones."""
-    for pattern in _WEIGHTS.values():
+def list_files(folder: Path) -> list[str]:
+    """Names of the files in a folder, and of the Python files below it; links to folders are not followed."""
+    found = [item.name for item in folder.iterdir() if item.is_file()]
+    for parent, folders, files in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        if Path(parent) != folder:
+            found += [Path(parent, name).relative_to(folder).as_posix() for name in files if name.endswith(".py")]
+    return sorted(found)
+
+
+def weight_files(folder: Path, names: Sequence[str]) -> list[str]:
+    """Which files would be loaded as weights, relative to a folder whose files have these names."""
+    weights = pick_weights(names)
+    for whole, index, _ in _WEIGHTS:
+        if whole in names:
+            break
+        if index is not None and index in names:
+            weights = _shards(folder, index)
+            break
+    named = _read_json(folder / "config.json").get("transformers_weights") if "config.json" in names else None
+    if isinstance(named, str):
+        # Versions of transformers differ in whether they follow it: both sets of weights count.
+        weights += _shards(folder, named) if named.endswith(".index.json") else [named]
+    return sorted({name for name in weights if (folder / name).is_file()})
+
+
+def pick_weights(names: Sequence[str]) -> list[str]:
+    """Which of these files would be loaded as weights, where no index can be read: safetensors before pickled ones."""
+    for whole, _, pattern in _WEIGHTS:
         if found := [name for name in names if pattern.fullmatch(name)]:
-            return found
+            return [whole] if whole in found else found
     return []
+
+
+def _shards(folder: Path, index: str) -> list[str]:
+    named = _read_json(folder / index).get("weight_map")
+    if not isinstance(named, dict):
+        raise ModelError(f"{folder / index} names no weight files: a weight_map from weights to files was wanted")
+    return [name for name in set(named.values()) if isinstance(name, str)]
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ModelError(f"{path} holds a {type(found).__name__}; a JSON object was wanted")
+    return found
+
+
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ModelError(f"{error.filename or path} cannot be read: {error.strerror or error}") from error
 
 
 def hash_file(path: Path) -> str:

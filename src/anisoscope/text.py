@@ -15,6 +15,8 @@ from anisoscope.errors import CorpusError, SpecError
 
 # The points of this many batches are pooled and dealt out again, so that a batch holds points of many documents.
 POOLED_BATCHES = 4
+# How many spans are visited for each window in search of windows without a document in common.
+VISITED_SPANS = 8
 SENTENCE_END = re.compile(r"[.!?][\"'”’)\]]*\s+|\n+")
 
 
@@ -69,7 +71,14 @@ class _Tape:
 
 
 def draw_windows(
-    corpus: Corpus, tokenizer: Any, *, seq_len: int, count: int, seed: int, special_tokens: bool = True
+    corpus: Corpus,
+    tokenizer: Any,
+    *,
+    seq_len: int,
+    count: int,
+    seed: int,
+    special_tokens: bool = True,
+    documents_apart: bool = False,
 ) -> Windows:
     """Draw windows of exactly `seq_len` tokens, in seeded random order, from the whole corpus; none overlap.
 
@@ -77,6 +86,9 @@ def draw_windows(
     as long again as a window needs, and each span visited gives one window, built as the tokenizer builds one sequence
     (its special tokens are among the `seq_len`). A span with too few tokens is passed over; where that leaves too few
     windows, spans double. Where most of the corpus is asked for, all of it is tokenised and dealt out.
+
+    With `documents_apart` no two windows share a document, as far as the corpus has enough of them; a note says how
+    many do where it has not.
 
     A tokenizer that knows no offsets reads each document's part of a span by itself; merges over the border are lost.
     """
@@ -92,29 +104,38 @@ def draw_windows(
     if seq_len > tokenizer.model_max_length:
         notes.append(f"windows of {seq_len} tokens exceed the tokenizer's limit of {tokenizer.model_max_length}")
     needed = room * _characters_per_token(tape, tokenizer, rng)
-    found, tokens = [], 0
+    found, tokens, apart = [], 0, list[bool]()
     for stretch, kept in ((1.5, 1), (3.0, 1), (64.0, None)):
         spans = max(1, int(tape.length / (needed * stretch)))
         if kept and spans < count:
             continue
-        found, tokens, passed = [], 0, 0
-        for index in rng.permutation(spans).tolist():
+        found, tokens, passed, apart, used = [], 0, 0, list[bool](), set[int]()
+        for visited, index in enumerate(rng.permutation(spans).tolist(), 1):
             windows = _tokenise(tape, tokenizer, tape.span(index, spans), room, frame)
             tokens += sum(int((window[3] == 0).sum()) for window in windows)
             whole = [window for window in windows if window.shape[1] == seq_len]
             passed += not whole
             found += whole[:kept]
-            if kept and len(found) == count:
+            for window in whole[:kept]:
+                apart.append(used.isdisjoint(held := window[1].tolist()))
+                used.update(held if apart[-1] else ())
+            enough = not documents_apart or sum(apart) >= count or visited >= VISITED_SPANS * count
+            if kept and len(found) >= count and enough:
                 break
-        if kept and len(found) == count:
+        if kept and len(found) >= count:
             if passed:
-                notes.append(f"{passed} of {passed + count} spans held fewer than {seq_len} tokens: passed over")
+                notes.append(f"{passed} of {passed + len(found)} spans held fewer than {seq_len} tokens: passed over")
             break
     if not found:
         raise CorpusError(f"corpus {corpus.name} has {tokens} tokens: too few for one window of {seq_len}")
     if len(found) < count:
         notes.append(f"corpus {corpus.name} gives {len(found)} windows of {seq_len} tokens; {count} were asked for")
-    dealt = rng.permutation(len(found))[:count]
+    dealt = rng.permutation(len(found)).tolist()
+    if documents_apart:
+        dealt.sort(key=lambda index: not apart[index])
+        if sum(apart) < min(count, len(found)):
+            notes.append(f"{sum(apart)} of {min(count, len(found))} windows share no document with another")
+    dealt = dealt[:count]
     token_ids, documents, sentences, built = np.stack([found[index] for index in dealt], axis=1)
     special = (built == 1) | np.isin(token_ids, _special_ids(tokenizer))
     held = {"token_ids": token_ids, "documents": documents, "special": special, "sentences": sentences}

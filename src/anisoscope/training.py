@@ -49,7 +49,7 @@ def train(
         raise MissingPackageError("accelerate", extra="train", purpose="Training")
     find_penalties(recipe.regularize)
     begun = time.monotonic()
-    output = Path(output)
+    output = Path(output).absolute()
     output.mkdir(parents=True, exist_ok=True)
     with same_chance(), _quiet(), _alone(output):
         wanted = json.loads(json.dumps(asdict(recipe)))

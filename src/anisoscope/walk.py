@@ -5,15 +5,16 @@ from dataclasses import replace
 from typing import Any
 
 from anisoscope.corpora import Corpus, load_corpus
-from anisoscope.errors import SpecError
+from anisoscope.errors import ModelError, SpecError
+from anisoscope.layout import select_sites
 from anisoscope.metrics import find_metrics
-from anisoscope.models import Model, adopt_model, load_model
+from anisoscope.models import Model, adopt_model, embedding_rows, load_model
 from anisoscope.past import Past
 from anisoscope.probes import Probe
 from anisoscope.records import CONTROLS, Checkpoint, Spec, Unit
 from anisoscope.revisions import place_in_training, place_of
 from anisoscope.running import FORWARD_TOKENS as FORWARD_TOKENS
-from anisoscope.running import Run
+from anisoscope.running import Run, weight_sites
 from anisoscope.sources import hash_weights, is_commit, locate, split_pocket
 from anisoscope.text import Windows, draw_windows
 
@@ -112,9 +113,7 @@ def measure(
 def load(spec: Spec, corpus: Corpus, model: Any = None, tokenizer: Any = None, **loading: Any) -> tuple[Spec, Model]:
     """The resolved Spec and its model, loaded with the options of `load_model` where none is handed in."""
     hand: dict[str, Any] = {"blocks": spec.blocks, "final_norm": spec.final_norm}
-    for metric in find_metrics([item if isinstance(item, str) else item[0] for item in spec.metrics]):
-        if metric.needs in ("updates", "movement"):
-            raise SpecError(f"{metric.name} compares two checkpoints of a training: `anisoscope sweep --drift`")
+    check_single(spec)
     if model is None:
         spec = resolve(spec, corpus=corpus)
         named = {"revision": spec.revision, "weights": spec.weights, "dtype": spec.dtype}
@@ -123,9 +122,22 @@ def load(spec: Spec, corpus: Corpus, model: Any = None, tokenizer: Any = None, *
     return resolve(spec, corpus=corpus, model=loaded), loaded
 
 
+def check_single(spec: Spec) -> None:
+    """Refuse metrics that one set of weights cannot have."""
+    for metric in find_metrics([item if isinstance(item, str) else item[0] for item in spec.metrics]):
+        if metric.needs in ("updates", "movement"):
+            raise SpecError(f"{metric.name} compares two checkpoints of a training: `anisoscope sweep --drift`")
+
+
+def check_sites(spec: Spec, model: Model) -> None:
+    """Refuse sites that the model does not have."""
+    select_sites(model.layout, [pattern for pattern in spec.sites if not pattern.endswith(".weight")])
+    weight_sites(spec)
+
+
 def draw(spec: Spec, model: Model, corpus: Corpus) -> Windows:
     """The windows of text that a Spec is about."""
-    return draw_windows(
+    windows = draw_windows(
         corpus,
         model.tokenizer,
         seq_len=_fitting_length(spec, model),
@@ -133,6 +145,11 @@ def draw(spec: Spec, model: Model, corpus: Corpus) -> Windows:
         seed=spec.seed,
         special_tokens=spec.special_tokens,
     )
+    rows = embedding_rows(model.module)
+    if rows is not None and windows.token_ids.max() >= rows:
+        largest = int(windows.token_ids.max())
+        raise ModelError(f"{spec.model}: the text has token id {largest}; the embedding has {rows} rows")
+    return windows
 
 
 def _fitting_length(spec: Spec, model: Model) -> int:

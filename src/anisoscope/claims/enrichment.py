@@ -17,6 +17,7 @@ import pyarrow.compute as pc
 
 from anisoscope.claims.findings import Finding, Subject, counted, number
 from anisoscope.claims.resampling import Resampling
+from anisoscope.grouping import group_rows
 from anisoscope.revisions import training_order
 
 ENRICHED, SHARED, PAPER = "tangent enrichment", "tangent share of gradient anisotropy", " (the paper's control)"
@@ -41,13 +42,16 @@ def simes(p_values: Sequence[float]) -> float:
 def last_blocks(table: pa.Table) -> Iterator[tuple[tuple[str, ...], list[dict[str, Any]]]]:
     """Blocks of the last checkpoint of each series: what tells it from others, the metric first, and its rows."""
     kept = pc.field("depth").is_valid() & pc.field("suspect").is_null() & pc.field("bin").is_null()
-    series: dict[tuple, dict[Any, dict[str, dict[str, Any]]]] = defaultdict(lambda: defaultdict(dict))
-    for row in table.filter(kept).sort_by([("key", "ascending")]).to_pylist():
-        place = training_order(row["stage"], row["step"], row["revision"])
-        series[row["metric"], *(row[name] or "" for name in _TOLD_APART)][place][row["site"]] = row
+    rows = table.filter(kept).sort_by([("key", "ascending")])
+    groups = group_rows(rows, ("metric", *_TOLD_APART, "stage", "step", "revision"))
+    series: dict[tuple, dict[Any, list[np.ndarray]]] = defaultdict(lambda: defaultdict(list))
+    for group, (metric, *told, stage, step, revision) in enumerate(groups.names()):
+        place = training_order(stage, step, revision)
+        series[metric, *(name or "" for name in told)][place].append(groups.rows(group))
     for told in sorted(series):
         checkpoints = series[told]
-        yield told, list(checkpoints[max(checkpoints)].values())
+        last = np.sort(np.concatenate(checkpoints[max(checkpoints)]))
+        yield told, list({row["site"]: row for row in rows.take(last).to_pylist()}.values())
 
 
 def subject_of(told: tuple[str, ...], blocks: Sequence[Any]) -> Subject:

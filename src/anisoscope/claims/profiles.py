@@ -1,7 +1,7 @@
 """The table of a run -> one profile for each checkpoint: a value for each batch and block."""
 
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from anisoscope.claims.resampling import pool_numbers
+from anisoscope.grouping import group_rows, list_matrix
 from anisoscope.revisions import training_order
 
 MIN_BLOCKS = 5
@@ -59,24 +60,26 @@ def read_profiles(table: pa.Table) -> list[Profile]:
     kept = pc.field("metric").isin([PROFILE_METRIC, DIMENSION_METRIC]) & pc.field("depth").is_valid()
     for name in ("suspect", "bin", "variant"):
         kept = kept & pc.field(name).is_null()
-    units: dict[tuple, list[dict[str, Any]]] = defaultdict(list)
-    for row in table.filter(kept).select([*_IDENTITY, "key", "site", "depth", "values"]).to_pylist():
-        units[(*(row[name] for name in _IDENTITY), row["key"])].append(row)
+    rows = table.filter(kept).select([*_IDENTITY, "key", "site", "depth", "values"]).sort_by("depth")
+    units = group_rows(rows, (*_IDENTITY, "key"))
+    rows = rows.select(["site", "depth", "values"]).take(pa.array(units.order))
+    sites, depths, values = rows["site"].to_pylist(), rows["depth"].to_numpy(), list_matrix(rows["values"])
+    batches = pc.list_value_length(rows["values"]).fill_null(0).to_numpy()  # pyright: ignore[reportAttributeAccessIssue]
     # A checkpoint that was measured more than once counts once: with its most batches.
-    by_batches = sorted(units.items(), key=lambda item: (len(item[1][0]["values"]), item[0][-1]))
-    checkpoints = {identity[:-1]: sorted(rows, key=lambda row: row["depth"]) for identity, rows in by_batches}
+    by_batches = sorted(units.slices(), key=lambda unit: (batches[unit[1].start], unit[0][-1]))
+    checkpoints = {identity[:-1]: blocks for identity, blocks in by_batches}
     ordered = sorted(checkpoints, key=lambda identity: [(part is not None, part) for part in identity])
-    return [_profile(identity, checkpoints[identity]) for identity in ordered]
-
-
-def _profile(identity: tuple, rows: list[dict[str, Any]]) -> Profile:
-    return Profile(
-        place=identity[:3],
-        **dict(zip(_IDENTITY[3:], identity[3:], strict=True)),
-        sites=tuple(row["site"] for row in rows),
-        depths=np.array([row["depth"] for row in rows]),
-        values=np.array([row["values"] for row in rows], float).T,
-    )
+    return [
+        Profile(
+            place=identity[:3],
+            **dict(zip(_IDENTITY[3:], identity[3:], strict=True)),
+            sites=tuple(sites[blocks]),
+            depths=depths[blocks],
+            values=values[blocks, : batches[blocks].max()].T,
+        )
+        for identity in ordered
+        for blocks in [checkpoints[identity]]
+    ]
 
 
 def count_suspects(table: pa.Table) -> Counter[str]:

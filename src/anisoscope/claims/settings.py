@@ -4,11 +4,14 @@ Rank, seed, tokens and versions do not stand in what tells a claim's rows apart,
 mixed: of such units one is judged, and the others are counted.
 """
 
-from collections import Counter, defaultdict
+from collections import Counter
 from typing import NamedTuple
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+
+from anisoscope.grouping import group_rows
 
 # What tells numbers apart that a claim looks at beside each other, but for their site.
 _NUMBER = (
@@ -28,14 +31,22 @@ class OneSetting(NamedTuple):
 def one_setting(table: pa.Table) -> OneSetting:
     """Of gradients, types and curvature: the unit with the latest version, then most points, then the first key."""
     rows = table.filter(pc.field("gradient").is_valid() | pc.field("metric").isin(list(_ON_PROBE)))
-    sums = rows.group_by([*_NUMBER, "key"]).aggregate([("points", "sum"), ("metric_version", "max")]).to_pylist()
-    units: dict[tuple, list[tuple[int, int, str]]] = defaultdict(list)
-    for one in sums:
-        version, points = one["metric_version_max"] or 0, one["points_sum"] or 0
-        units[tuple(one[name] for name in _NUMBER)].append((-version, -points, one["key"]))
-    passed = {(*number, key) for number, found in units.items() for *_, key in sorted(found)[1:]}
-    if not passed:
+    units = group_rows(rows, (*_NUMBER, "key"))
+    numbers = group_rows(units.keys, _NUMBER)
+    passed = np.zeros(len(units.ends), bool)
+    keys = units.keys["key"].to_pylist()
+    points, versions = (rows[name].fill_null(0).to_numpy() for name in ("points", "metric_version"))
+    for number in np.flatnonzero(numbers.sizes > 1).tolist():
+        found = numbers.rows(number).tolist()
+        ranks = [(-versions[units.rows(unit)].max(), -points[units.rows(unit)].sum(), keys[unit]) for unit in found]
+        passed[found] = True
+        passed[found[ranks.index(min(ranks))]] = False
+    if not passed.any():
         return OneSetting(table=rows, passed_over=Counter())
-    told = zip(*(rows[name].to_pylist() for name in (*_NUMBER, "key")), strict=True)
-    kept = rows.filter(pa.array([one not in passed for one in told]))
-    return OneSetting(table=kept, passed_over=Counter(model for model, _ in {(one[0], one[-1]) for one in passed}))
+    kept = np.empty(len(rows), bool)
+    kept[units.order] = ~np.repeat(passed, units.sizes)
+    models = units.keys["model"].to_pylist()
+    return OneSetting(
+        table=rows.filter(pa.array(kept)),
+        passed_over=Counter(model for model, _ in {(models[unit], keys[unit]) for unit in np.flatnonzero(passed)}),
+    )

@@ -1,10 +1,20 @@
-"""How much of a gradient lies in a tangent space, and over which control that counts.
+"""How much of a gradient lies in a tangent space, compared with what controls put there.
 
-Coupled gradients, where the pairing of state and gradient matters, are held against paired windows (N6). Uncoupled ones
-(activation gradients, embedding rows, updates) do not depend on the pairing: they are held against the hardest of Haar
-(N5), coordinate signs (N9) and the next principal directions (N2). The paper's random normals (N1) are shown beside it
-as `normal_ratio`: on coupled gradients they call everything significant, because a weight gradient lies where states
-vary whether there is a signal or not.
+Each control is the null of one hypothesis under which there is no signal, with a p of its own:
+
+    coupled      permuted               gradients are independent of the states (N6)
+                 permuted_directions    directions of gradients are; their sizes may depend on the states
+                 flipped                given the states, a window's gradients are as likely as their negatives
+    uncoupled    haar                   the proxy is a random subspace (N5)
+                 signs                  the proxy has random signs of its coordinates (N9)
+                 next                   the gradients have as much energy in the next principal directions (N2)
+    both         shuffled               gradients of shuffled targets have as much energy in the proxy (N10), where asked
+
+The control with the largest p decides, and gives `control`, its value, the excess and p. A gradient that follows any
+one of the hypotheses is then called tangent at most at the nominal rate, because p is at least that one's (an
+intersection-union test; no correction for the number of controls is needed). The paper's random normals (N1) are
+reported as `normal_ratio`: every coupled gradient passes them, because a weight gradient lies where states vary whether
+there is a signal or not.
 """
 
 import itertools
@@ -28,27 +38,34 @@ from anisoscope.tangent.controls import (
     sign_energies,
 )
 from anisoscope.tangent.inference import (
+    LEAST_DOCUMENTS,
     Interval,
+    bootstrap_leads,
+    jackknife_leads,
     jackknife_ratios,
     permutation_ps,
     ratios_of_sums,
-    same_rows,
     sum_groups,
 )
 from anisoscope.tangent.proxies import Proxy, bases_of, stack_bases
 from anisoscope.tangent.windows import (
     PairedIn,
     Pairing,
+    flipped_energies,
     signal_to_noise,
 )
 
+COUPLED_CONTROLS = ("permuted", "permuted_directions", "flipped")
 UNCOUPLED_CONTROLS = ("haar", "signs", "next")
 NO_DRAWS = torch.empty(0, dtype=torch.float64)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Control:
-    """What a control gives: the mean of its draws, or the one value where nothing is drawn (p is NaN then)."""
+    """What a control gives: the mean of its draws, or the one value where nothing is drawn.
+
+    p is NaN where the control is shown and decides nothing, or where it cannot be known.
+    """
 
     value: float
     p: float = math.nan
@@ -57,12 +74,12 @@ class Control:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Alignment:
-    """The share of a gradient's energy in a tangent space, and what chance would give."""
+    """The share of a gradient's energy in a tangent space, and what is expected without a signal."""
 
     energy: Interval
     """`tangent_energy`, E(Q). The interval is over documents (uncoupled) or windows (coupled)."""
     gain: float
-    """`tangent_gain`: E over the mean of N6 where it is coupled, over r/d where it is not."""
+    """`tangent_gain`: E over the binding control where it is coupled, over r/d where it is not."""
     excess: float
     """`tangent_excess`, the headline: E less the binding control."""
     control: str
@@ -94,9 +111,9 @@ def coupled_alignment(
     seed: int = 0,
     untrained: Proxy | None = None,
 ) -> Alignment:
-    """Of a weight gradient, virtual or a linear module's: E = ‖GQ‖² / ‖G‖², excess over N6.
+    """Of a weight gradient, virtual or a linear module's: E = ‖GQ‖² / ‖G‖², excess over the hardest control.
 
-    `draws` are those of N1; those of N6 were drawn with the pairing.
+    `draws` are those of N1; those of the controls that decide were drawn with the pairing.
     """
     return coupled_alignments(pairing, [[proxy]], draws=draws, seed=seed, untrained=untrained)[0][0]
 
@@ -110,43 +127,72 @@ def coupled_alignments(
     untrained: Proxy | None = None,
     spaces: Sequence[Sequence[RandomSpaces | None]] | None = None,
     seen: PairedIn | None = None,
+    shuffled: Pairing | None = None,
 ) -> list[list[Alignment]]:
     """Of the places of a pairing, each for several proxies of its own, which costs little more than for one.
 
     `spaces` are those of `spaces_beside` for the pairing's moments, `seen` is what `look_in` the proxies' bases gave,
-    where they are known.
+    where they are known. `shuffled` has the same states with the gradients of shuffled targets, which then decide too.
     """
     cases = _cases(proxies, pairing.dim)
     if not cases:
         return [[] for _ in proxies]
-    seen, index = pairing.look_in(bases_of(proxies)) if seen is None else seen, _index(cases)
-    products, permuted = seen.products.cpu()[index], seen.permuted.cpu()[index]
-    energies = jackknife_ratios(products, pairing.products.cpu()[index[0]])
+    bases = bases_of(proxies)
+    seen, index = pairing.look_in(bases) if seen is None else seen, _index(cases)
+    products, whole = seen.products.cpu()[index], pairing.products.cpu()[index[0]]
+    energies = jackknife_ratios(products, whole)
     every = _normals(pairing.moments, proxies, energies, draws, seed, untrained, spaces)
+    drawn = {
+        "permuted": seen.permuted.cpu()[index],
+        "permuted_directions": seen.permuted_directions.cpu()[index],
+        "flipped": flipped_energies(products, whole, pairing.signs),
+    }
+    for name, values in drawn.items():
+        for controls, one in zip(every, drawn_controls(energies, values), strict=True):
+            controls[name] = one
+    if shuffled is not None:
+        others = shuffled.products_in(bases).cpu()[index], shuffled.products.cpu()[index[0]]
+        leads = jackknife_leads(products, whole, *others) if len(pairing.permutations) else [math.nan] * len(cases)
+        for controls, energy, p in zip(every, jackknife_ratios(*others), leads, strict=True):
+            controls["shuffled"] = Control(value=energy.value, p=p)
     noise, shares = signal_to_noise(products).tolist(), seen.variance_shares.cpu()[index].tolist()
     found: list[list[Alignment]] = [[] for _ in proxies]
-    for (at, place), energy, controls, drawn, share, ratio in zip(
-        cases, energies, every, drawn_controls(energies, permuted), shares, noise, strict=True
-    ):
-        proxy, chance = proxies[at][place], drawn.value
+    for (at, place), energy, controls, share, ratio in zip(cases, energies, every, shares, noise, strict=True):
+        proxy, binding = proxies[at][place], hardest(controls, (*COUPLED_CONTROLS, "shuffled"))
+        expected, p = (controls[binding].value, controls[binding].p) if binding else (math.nan, math.nan)
         found[at].append(
             Alignment(
                 energy=energy,
-                gain=energy.value / chance if chance else math.nan,
-                excess=energy.value - chance,
-                control="permuted",
-                p=drawn.p,
+                gain=energy.value / expected if expected else math.nan,
+                excess=energy.value - expected,
+                # What would decide, where too few windows leave nothing that does.
+                control=binding or "permuted",
+                p=p,
                 normal_ratio=_over(energy.value, controls.get("normal")),
                 normal_p=controls["normal"].p if "normal" in controls else math.nan,
                 variance_gain=energy.value / share if share > 0 else math.nan,
                 signal_to_noise=ratio,
-                controls=controls | {"permuted": drawn},
+                controls=controls,
                 rank=proxy.rank,
                 dim=proxy.dim,
                 note=_note(pairing.note, energy.value, proxy),
             )
         )
     return found
+
+
+def hardest(controls: Mapping[str, Control], deciding: Sequence[str]) -> str:
+    """The name of the control that decides: of the largest p, and of equal ones the largest value; none without a value.
+
+    A control with a value whose p is not known is harder than any other: what it would say cannot be left out.
+    """
+    known = [name for name in deciding if name in controls and not math.isnan(controls[name].value)]
+
+    def rank(name: str) -> tuple[float, float]:
+        p = controls[name].p
+        return (2.0 if math.isnan(p) else p, controls[name].value)
+
+    return max(known, key=rank, default="")
 
 
 def uncoupled_alignment(
@@ -162,7 +208,7 @@ def uncoupled_alignment(
 ) -> Alignment:
     """Of activation gradients, embedding gradient rows or updates: E = ‖AQ‖² / ‖A‖², excess over the hardest control.
 
-    p is the larger of those of N5 and N9. `documents` are resampled whole for the interval (rows, where none are
+    `documents` are resampled whole for the interval and for p against the next directions (rows, where none are
     given); `states` are those of the same tokens.
     """
     settings = {"documents": documents, "controls": controls, "draws": draws, "seed": seed, "untrained": untrained}
@@ -185,11 +231,12 @@ def uncoupled_alignments(
     moments: Float[Tensor, "s d d"] | None = None,
     squares: Float[Tensor, "s n k"] | None = None,
     spaces: Sequence[Sequence[RandomSpaces | None]] | None = None,
+    shuffled: Float[Tensor, "s n d"] | None = None,
 ) -> list[list[Alignment]]:
     """Of several places, each for several proxies of its own; rows that are not kept are zero.
 
     `moments` are their `second_moments`, `squares` are `row_squares` of them and `spaces` those of `spaces_beside`,
-    where they are known.
+    where they are known. `shuffled` are the gradients of shuffled targets, which then decide too.
     """
     cases = _cases(proxies, rows.shape[2])
     if "permuted" in controls:
@@ -204,23 +251,40 @@ def uncoupled_alignments(
     moments = second_moments(rows) if moments is None else moments
     bases = bases_of(proxies)
     squares = row_squares(rows, bases) if squares is None else squares
-    of_places = _energies(squares, keep, documents, seed)
+    # Of each place and basis: energies in it, and in what it is compared with, over the documents of the place.
+    following = stack_bases([[one.following for one in mine] for mine in proxies])
+    compared = {"next": row_squares(rows, following)} if following.shape[3] else {}
+    if shuffled is not None:
+        compared["shuffled"] = row_squares(shuffled, bases)
+    several = squares.shape[2]
+    sums = _document_sums(torch.cat([squares, *compared.values()], 2), keep, documents)
+    of_places = _energies([one[..., :several] for one in sums], seed)
     energies = [of_places[at][place] for at, place in cases]
     every = _normals(moments, proxies, energies, draws, seed, untrained, spaces)
     signs = drawn_controls(energies, sign_energies(moments, bases, draws=draws, seed=seed)[_index(cases)])
+    for number, name in enumerate(compared, 1):
+        leads = _leads(sums, several, number, seed)
+        for (at, place), known in zip(cases, every, strict=True):
+            if name == "next" and "next" in known:
+                known["next"] = replace(known["next"], p=leads[at][place])
+            elif name == "shuffled":
+                above, below = sums[at][:, several * number + place].sum(), sums[at][:, several * (number + 1) - 1].sum()
+                known["shuffled"] = Control(value=float(above / below), p=leads[at][place])
+    deciding = [*controls, *(["shuffled"] if shuffled is not None else [])]
     found: list[list[Alignment]] = [[] for _ in proxies]
     for (at, place), energy, normals, flipped in zip(cases, energies, every, signs, strict=True):
         proxy, known = proxies[at][place], normals if math.isnan(energy.value) else normals | {"signs": flipped}
-        asked = {name: known[name] for name in controls if name in known and not math.isnan(known[name].value)}
-        binding = max(asked, key=lambda name: asked[name].value, default="")
-        tested = [asked[name].p for name in ("haar", "signs") if name in asked]
+        binding = hardest(known, deciding)
+        note = None
+        if binding and math.isnan(known[binding].p):
+            note = f"{len(sums[at])} documents; p against {binding} needs at least {LEAST_DOCUMENTS}"
         found[at].append(
             Alignment(
                 energy=energy,
                 gain=energy.value / (proxy.rank / proxy.dim),
-                excess=energy.value - asked[binding].value if binding else math.nan,
+                excess=energy.value - known[binding].value if binding else math.nan,
                 control=binding,
-                p=max(tested, default=math.nan),
+                p=known[binding].p if binding else math.nan,
                 normal_ratio=_over(energy.value, known.get("normal")),
                 normal_p=known["normal"].p if "normal" in known else math.nan,
                 variance_gain=math.nan,
@@ -228,21 +292,10 @@ def uncoupled_alignments(
                 controls=known,
                 rank=proxy.rank,
                 dim=proxy.dim,
-                note=_note(None, energy.value, proxy),
+                note=_note(note, energy.value, proxy),
             )
         )
     return found
-
-
-def beside_shuffled(found: Sequence[Sequence[Alignment]], energies: Float[Tensor, "s k"]) -> list[list[Alignment]]:
-    """The same with N10, which is shown and decides nothing; a place with fewer proxies has fewer of the energies."""
-    return [
-        [
-            replace(one, controls={**one.controls, "shuffled": Control(value=energy)})
-            for one, energy in zip(mine, here[: len(mine)], strict=True)
-        ]
-        for mine, here in zip(found, energies.tolist(), strict=True)
-    ]
 
 
 def with_few_normals(found: Alignment, draws: int = PAPER_DRAWS) -> Alignment:
@@ -265,22 +318,46 @@ def _index(cases: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor]:
     return at, place
 
 
-def _energies(
-    squares: Float[Tensor, "s n k"], keep: Bool[Tensor, "s n"] | None, documents: Int[Tensor, " n"] | None, seed: int
-) -> list[list[Interval]]:
-    """E of each place and basis, with the interval over documents; of places with the same documents side by side."""
+def _document_sums(
+    squares: Float[Tensor, "s n k"], keep: Bool[Tensor, "s n"] | None, documents: Int[Tensor, " n"] | None
+) -> list[Float[Tensor, "_ k"]]:
+    """Sums over the documents of each place, in ascending order; documents without a kept row are left out."""
     several, count, last = squares.shape
     groups = torch.arange(count) if documents is None else documents.cpu()
     kept = torch.ones(several, count) if keep is None else keep.cpu()
     sums = sum_groups(squares.transpose(0, 1).flatten(1), groups).unflatten(1, (several, last))
-    present = sum_groups(kept.T.double(), groups).T > 0
+    present = (sum_groups(kept.T.double(), groups) > 0).to(sums.device)
+    return [sums[present[:, at], at] for at in range(several)]
+
+
+def _energies(sums: Sequence[Float[Tensor, "_ k"]], seed: int) -> list[list[Interval]]:
+    """E of each place and basis, with the interval over documents; of places with as many documents side by side."""
+    parts = [torch.cat([one[:, :-1], one[:, -1:].expand(-1, one.shape[1] - 1)], 1) for one in sums]
     found: dict[int, list[Interval]] = {}
-    for here in same_rows(present):
-        some = sums[present[here[0]]][:, here]
-        above, below = some[..., :-1].flatten(1), some[..., -1:].expand(-1, -1, last - 1).flatten(1)
-        every = iter(ratios_of_sums(above, below, seed=seed))
-        found |= {at: list(itertools.islice(every, last - 1)) for at in here}
-    return [found[at] for at in range(several)]
+    for places in _of_one_size(sums):
+        some = torch.stack([parts[at] for at in places], 1)
+        above, below = some.chunk(2, 2)
+        every = iter(ratios_of_sums(above.flatten(1), below.flatten(1), seed=seed))
+        found |= {at: list(itertools.islice(every, above.shape[2])) for at in places}
+    return [found[at] for at in range(len(sums))]
+
+
+def _leads(sums: Sequence[Float[Tensor, "_ k"]], several: int, number: int, seed: int) -> list[list[float]]:
+    """p that each place's energies exceed those in what stands in the same column of a later part; k columns a part."""
+    found: dict[int, list[float]] = {}
+    for places in _of_one_size(sums):
+        some = torch.stack([sums[at] for at in places], 1)
+        one, other = (some[..., several * part : several * (part + 1)] for part in (0, number))
+        pairs = [each for part in (one, other) for each in (part[..., :-1], part[..., -1:].expand_as(part[..., :-1]))]
+        every = iter(bootstrap_leads(torch.stack(pairs, 3).flatten(1, 2), seed=seed))
+        found |= {at: list(itertools.islice(every, several - 1)) for at in places}
+    return [found[at] for at in range(len(sums))]
+
+
+def _of_one_size(sums: Sequence[Tensor]) -> list[list[int]]:
+    """The places with as many documents, whose resamples are the same."""
+    sizes = torch.tensor([len(one) for one in sums])
+    return [(sizes == size).nonzero().flatten().tolist() for size in sizes.unique()]
 
 
 def row_squares(rows: Float[Tensor, "s n d"], bases: Float[Tensor, "s k d r"]) -> Float[Tensor, "s n _"]:

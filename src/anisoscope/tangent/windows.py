@@ -1,10 +1,16 @@
-"""States and gradients window by window, and the gradient with whole windows paired anew (N6).
+"""States and gradients window by window, and three nulls for G = Σ_w A_wᵀ H_w.
 
-    G_π = Σ_w A_π(w)ᵀ H_w
+    permuted               G_π = Σ_w A_π(w)ᵀ H_w                 gradients are independent of states
+    permuted_directions    G_π = Σ_w U_π(w)ᵀ (S_w H_w)           directions of gradients are; sizes may depend on states
+    flipped                G_s = Σ_w s_w A_wᵀ H_w,  s_w = ±1      given the states, gradients are as likely as their
+                                                                 negatives: sizes and covariances may depend on states
 
 Notation: H (w, t, d) the centred states of w windows, A (w, t, e) the centred gradients that belong to them, π a
 permutation of windows. Positions stay: row s of a window meets row s of another. Single tokens are never permuted:
 neighbours resemble each other, and a null without that resemblance calls signal-free gradients significant.
+
+All three take windows for independent of each other, which windows of one document are not: `pair_each` uses one window
+of each document.
 """
 
 import math
@@ -17,11 +23,11 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from anisoscope.errors import SpecError
-from anisoscope.kernels.gram import squared_norms
+from anisoscope.kernels.gram import power_of_two, squared_norms
 from anisoscope.kernels.leading import small_eigh
 from anisoscope.tangent.clouds import center_clouds
-from anisoscope.tangent.controls import second_moments
-from anisoscope.tangent.inference import Permutations, draw_permutations
+from anisoscope.tangent.controls import random_signs, second_moments
+from anisoscope.tangent.inference import LEAST_DOCUMENTS, Permutations, draw_permutations
 from anisoscope.tangent.turns import (
     columns_of,
     own_products,
@@ -31,11 +37,10 @@ from anisoscope.tangent.turns import (
     turned_gradients,
 )
 
-# Fewer windows than this do not keep the nominal rate.
-LEAST_WINDOWS = 32
 DRAWS = 199
 # Tokens up to which all products of two tokens are kept.
 KEPT_TOKENS = 8192
+CPU = torch.device("cpu")
 # Up to so many coordinates states are turned so that what bases span comes first.
 TURNED_DIM = 256
 
@@ -74,8 +79,14 @@ class Pairing:
     values: Float[Tensor, "s w t d"]
     gradients: Float[Tensor, "s w t e"]
     permutations: Permutations
-    """None where there are too few windows."""
+    """None where there are too few documents."""
     note: str | None = None
+    """What a reader of the numbers must know: why there is no null, or which windows were left out."""
+    mean_gradient: Float[Tensor, "s e"] | None = None
+    """ā, in units of `gradients`; None stands for zero."""
+    kept: Bool[Tensor, "s w t"] | None = None
+    """Tokens that count; None stands for all."""
+    seed: int = 0
 
     @property
     def dim(self) -> int:
@@ -99,6 +110,39 @@ class Pairing:
         return second_moments(self.gradient, finite=True)
 
     @cached_property
+    def directions(self) -> "Pairing":
+        """The same gradient as a sum over directions, whose permutations leave the sizes of gradients with the states.
+
+            G = Σ (a - ā)(h - h̄)ᵀ = Σ a (h - h̄)ᵀ = Σ u x ᵀ,   u = a / ‖a‖,   x = ‖a‖ (h - h̄)
+
+        The gradients need no centring, because the states are centred; their sizes and directions are those of a
+        itself. Where directions are independent of states and sizes, (u, x) have the same law with whole windows of u
+        permuted, whatever the sizes have to do with the states. Neither u nor x is centred: the part that their means
+        make, n ū x̄ᵀ, is the same in G and in every permutation of it.
+        """
+        raw = self.gradients
+        if self.mean_gradient is not None:
+            # A common gradient may be many orders above what varies.
+            scale = power_of_two(self.mean_gradient.abs().amax(1)).clamp_min(1).to(raw)[:, None, None, None]
+            raw = raw / scale + self.mean_gradient[:, None, None] / scale
+        if self.kept is not None:
+            raw = torch.where(self.kept[..., None], raw, 0)
+        sizes = torch.linalg.vector_norm(raw, dim=3, keepdim=True)
+        values = self.values * sizes
+        whole = squared_norms(values.flatten(0, 2)).view(len(values), -1).sum(1).sqrt()
+        return Pairing(
+            values=values / torch.where(whole > 0, whole, 1).to(values)[:, None, None, None],
+            gradients=raw / torch.where(sizes > 0, sizes, 1),
+            permutations=self.permutations,
+            note=self.note,
+        )
+
+    @cached_property
+    def signs(self) -> Float[Tensor, "m w"]:
+        """±1 of each window, as many draws as there are permutations; float64, on the CPU."""
+        return random_signs(len(self.permutations), self.values.shape[1], self.seed, torch.float64, CPU)
+
+    @cached_property
     def permuted_squares(self) -> Float[Tensor, "s m"]:
         """‖G_π‖², float64."""
         if self._few_tokens:
@@ -113,6 +157,7 @@ class Pairing:
         """Compute what every subspace will need, where that is known before they are."""
         if self._few_tokens:
             _ = self._by_tokens
+            _ = self.directions._by_tokens
 
     @property
     def _few_tokens(self) -> bool:
@@ -161,22 +206,35 @@ class Pairing:
         A GPU is given its work and not waited for.
         """
         bases = bases.to(self.values)
-        several, count, _, rank = bases.shape
+        several, count = bases.shape[:2]
         # First, because it asks how many directions the bases span.
-        permuted = bases.new_empty(several, count, 0) if self.note else self.permuted_energies(bases)
+        permuted, directions = (
+            (one.permuted_energies(bases) for one in (self, self.directions))
+            if len(self.permutations)
+            else (bases.new_empty(several, count, 0),) * 2
+        )
         inside = _times(self.values, side_by_side(bases))
         squares = torch.linalg.vector_norm(inside.flatten(1, 2), dim=1).double().square()
-        each = several * count * rank * self.values.shape[1]
-        own = torch.cat([some.mT @ inside for some in columns_of(self.gradients, each)], 2)
-        # Basis first, then window.
-        flat = own.unflatten(3, (count, rank)).movedim(3, 1).flatten(3)
         spread = squared_norms(self.values.flatten(0, 2)).view(several, -1).sum(1, keepdim=True)
-        shares = squares.view(several, count, rank).sum(2) / torch.where(spread > 0, spread, math.nan)
+        shares = squares.view(several, count, -1).sum(2) / torch.where(spread > 0, spread, math.nan)
         return PairedIn(
-            products=(flat @ flat.mT).double(),
+            products=self._products_of(inside, count),
             permuted=permuted.double(),
+            permuted_directions=directions.double(),
             variance_shares=shares,
         )
+
+
+    def products_in(self, bases: Float[Tensor, "s k d r"]) -> Float[Tensor, "s k w w"]:
+        """⟨A_wᵀH_wQ, A_vᵀH_vQ⟩ alone, float64."""
+        return self._products_of(_times(self.values, side_by_side(bases.to(self.values))), bases.shape[1])
+
+    def _products_of(self, inside: Float[Tensor, "s w t q"], count: int) -> Float[Tensor, "s k w w"]:
+        each = inside.shape[0] * inside.shape[1] * inside.shape[3]
+        own = torch.cat([some.mT @ inside for some in columns_of(self.gradients, each)], 2)
+        # Basis first, then window.
+        flat = own.unflatten(3, (count, -1)).movedim(3, 1).flatten(3)
+        return (flat @ flat.mT).double()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -186,9 +244,19 @@ class PairedIn:
     products: Float[Tensor, "s k w w"]
     """⟨A_wᵀH_wQ, A_vᵀH_vQ⟩; their sum is ‖GQ‖²."""
     permuted: Float[Tensor, "s k m"]
-    """‖G_πQ‖² / ‖G_π‖²; none where there are too few windows."""
+    """‖G_πQ‖² / ‖G_π‖²; none where there are too few documents."""
+    permuted_directions: Float[Tensor, "s k m"]
+    """The same where the sizes of gradients stay with the states."""
     variance_shares: Float[Tensor, "s k"]
     """Of the states: ‖HQ‖² / ‖H‖²."""
+
+
+def flipped_energies(
+    inside: Float[Tensor, "k w w"], whole: Float[Tensor, "k w w"], signs: Float[Tensor, "m w"]
+) -> Float[Tensor, "k m"]:
+    """‖G_sQ‖² / ‖G_s‖² for G_s = Σ_w s_w A_wᵀH_w: quadratic forms of the signs in the products between windows."""
+    above, below = (((signs @ one) * signs).sum(2) for one in (inside, whole))
+    return torch.where(below > 0, above / below, math.nan)
 
 
 def signal_to_noise(products: Float[Tensor, "*s w w"]) -> Float[Tensor, "*s"]:
@@ -213,17 +281,20 @@ def pair_windows(
     windows: Int[Tensor, " _"],
     *,
     keep: Bool[Tensor, " n"] | None = None,
+    documents: Int[Tensor, " n"] | None = None,
     draws: int = DRAWS,
     seed: int = 0,
 ) -> Pairing:
-    """States and gradients of one place; see `pair_each`. Give documents as `windows` to permute whole documents."""
+    """States and gradients of one place; see `pair_each`."""
     if len(values) != len(gradients) or len(values) != len(windows) or not len(values):
         raise SpecError(
             f"states, gradients and windows must have one row per token; came {len(values)}, {len(gradients)} and "
             f"{len(windows)}"
         )
     kept = torch.ones(len(values), dtype=torch.bool, device=values.device) if keep is None else keep
-    return pair_each(values[None], gradients[None], windows, keep=kept[None], draws=draws, seed=seed)
+    return pair_each(
+        values[None], gradients[None], windows, keep=kept[None], documents=documents, draws=draws, seed=seed
+    )
 
 
 def pair_each(
@@ -232,29 +303,69 @@ def pair_each(
     windows: Int[Tensor, " n"],
     *,
     keep: Bool[Tensor, "s n"],
+    documents: Int[Tensor, " n"] | None = None,
     draws: int = DRAWS,
     seed: int = 0,
 ) -> Pairing:
     """States and gradients of sites (or inputs and output gradients of linear modules), centred over kept tokens.
 
-    Tokens that are not kept count as the mean. The windows are those of all places.
+    Tokens that are not kept count as the mean. The windows are those of all places. `documents` tell where each token
+    comes from (each window from a document of its own, where they are not given): of windows that share a document
+    only one is used, because they are not exchangeable with those of other documents. Where fewer than LEAST_DOCUMENTS
+    are left, all windows are used and there is no null.
     """
     if not bool(keep.any(1).all()):
         raise SpecError("no token is kept: keep at least one")
+    chosen, note = choose_windows(windows, windows if documents is None else documents)
+    if chosen is not None and note is not None:
+        rows = torch.isin(windows, windows.unique()[chosen.to(windows.device)])
+        if bool(keep[:, rows].any(1).all()):
+            values, gradients, windows, keep = values[:, rows], gradients[:, rows], windows[rows], keep[:, rows]
+        else:
+            chosen, note = None, f"{note}; no token of the population is in these, and there is no permuted null"
     dtype = torch.promote_types(values.dtype, gradients.dtype)
     both = [values.to(dtype), gradients.to(dtype)]
     if values.shape == gradients.shape:
         # In one stack: a GPU hardly needs longer for it than for one of them.
-        both = list(center_clouds(torch.cat(both), keep.repeat(2, 1)).points.chunk(2))
+        clouds = center_clouds(torch.cat(both), keep.repeat(2, 1))
+        points, (mean, size) = list(clouds.points.chunk(2)), (one.chunk(2)[1] for one in (clouds.mean, clouds.size))
     else:
-        both = [center_clouds(rows, keep).points for rows in both]
-    stacked = stack_windows(both, windows)
+        states, clouds = (center_clouds(rows, keep) for rows in both)
+        points, mean, size = [states.points, clouds.points], clouds.mean, clouds.size
+    stacked = stack_windows([*points, keep[..., None].to(points[0])], windows)
     count = stacked[0].shape[1]
-    enough = count >= LEAST_WINDOWS
-    note = None if enough else f"{count} windows; a permuted null needs at least {LEAST_WINDOWS}"
     # Copied once, and now: later a copy would wait for all that a GPU has been given to do.
-    permutations = draw_permutations(draws if enough else 0, count, seed).to(values.device)
-    return Pairing(values=stacked[0], gradients=stacked[1], permutations=permutations, note=note)
+    permutations = draw_permutations(draws if chosen is not None else 0, count, seed).to(values.device)
+    return Pairing(
+        values=stacked[0],
+        gradients=stacked[1],
+        permutations=permutations,
+        note=note,
+        mean_gradient=(mean / torch.where(size > 0, size, 1)[:, None]).to(points[1]),
+        kept=stacked[2][..., 0] > 0,
+        seed=seed,
+    )
+
+
+def choose_windows(
+    windows: Int[Tensor, " n"], documents: Int[Tensor, " n"]
+) -> tuple[Int[Tensor, " w"] | None, str | None]:
+    """Numbers of windows no two of which share a document, and a note where these are not all; None if too few.
+
+    Windows in ascending order, each taken unless one before it has a document of its own.
+    """
+    pairs = torch.stack([torch.unique(windows, return_inverse=True)[1], documents]).unique(dim=1).cpu()
+    count, used, chosen = int(pairs[0].max()) + 1, set[int](), list[int]()
+    several = pairs[1].split(pairs[0].bincount().tolist())
+    for number, held in enumerate(one.tolist() for one in several):
+        if used.isdisjoint(held):
+            used.update(held)
+            chosen.append(number)
+    if len(chosen) < LEAST_DOCUMENTS:
+        shared = f", {len(chosen)} without a document in common" if len(chosen) < count else ""
+        return None, f"{count} windows{shared}; a permuted null needs at least {LEAST_DOCUMENTS} from documents apart"
+    note = f"one window of each document: {len(chosen)} of {count}" if len(chosen) < count else None
+    return torch.tensor(chosen), note
 
 
 def _times(values: Float[Tensor, "s w t d"], axes: Float[Tensor, "s d q"]) -> Float[Tensor, "s w t q"]:
