@@ -1,13 +1,13 @@
 """The command line: parse, call, print. Results go to stdout, progress and notes to stderr."""
 
 import sys
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from anisoscope import __version__
 from anisoscope.commands import concepts, exporting, lab, measuring, reading, reproducing, showing, sweeping
-from anisoscope.commands.shared import FAILED, OK, app, say, sentence
+from anisoscope.commands.shared import FAILED, app, say, sentence
 from anisoscope.errors import StoreError
 from anisoscope.terminal import finish_output, prepare_streams
 
@@ -17,17 +17,15 @@ __all__ = ["app", "concepts", "exporting", "lab", "main", "measuring", "reading"
 def main() -> None:
     """Entry point of the `anisoscope` command."""
     prepare_streams()
-    code: Any = OK
     try:
-        app()
-    except SystemExit as end:
-        code = end.code
-    try:
-        finish_output()
+        try:
+            app()
+        finally:
+            # Here, where a failure is still a sentence; Python would flush after that with a traceback.
+            finish_output()
     except StoreError as error:
         say(sentence(error))
-        code = code or FAILED
-    sys.exit(code)
+        sys.exit(FAILED)
 
 
 def _version(wanted: bool) -> bool:

@@ -10,9 +10,11 @@ from typing import Annotated, Any
 import typer
 
 from anisoscope.commands.shared import PARTLY, Config, Debug, Json, app, reporting, say
+from anisoscope.conditions import parse
 from anisoscope.errors import SpecError
 from anisoscope.flags import above_zero, finite, words
 from anisoscope.lab import Recipe
+from anisoscope.presets import check_preset
 from anisoscope.records import Spec
 from anisoscope.validation import MAX_SEED
 
@@ -101,9 +103,14 @@ def train(
             compiled=compiled,
             seed=seed,
         )
+        # What is asked of the measuring is checked before torch is loaded, which takes seconds.
+        asked = words(metrics, "--metrics") or Spec.metrics
+        preset = None if watch == "none" else check_preset(watch)
+        for text in stop_if or []:
+            parse(text)
         from anisoscope.training import train as train_recipe
 
-        callbacks = [] if watch == "none" else [_watcher(recipe, output, watch, metrics, watch_steps, budget, stop_if)]
+        callbacks = [] if preset is None else [_watcher(recipe, output, preset, asked, watch_steps, budget, stop_if)]
         trained = train_recipe(
             recipe, output, callbacks=callbacks, device=device, max_seconds=max_seconds, progress=not as_json
         )
@@ -123,7 +130,7 @@ def _watcher(
     recipe: Recipe,
     output: Path,
     preset: str,
-    metrics: str | None,
+    metrics: tuple[str, ...],
     steps: int,
     budget: float,
     stop_if: list[str] | None,
@@ -134,9 +141,8 @@ def _watcher(
     if steps < 1:
         raise SpecError(f"--watch-steps is a number of steps of at least 1; came {steps} (or --watch none)")
     # The folder's name is the model's: `runs/small-seed0` and `runs/small-seed1` are seeds of one training.
-    asked = words(metrics, "--metrics") or Spec.metrics
     name = os.path.basename(os.path.abspath(output))
-    spec = Spec(model=name, corpus=f"heldout:{recipe.corpus}", seq_len=recipe.seq_len, metrics=asked)
+    spec = Spec(model=name, corpus=f"heldout:{recipe.corpus}", seq_len=recipe.seq_len, metrics=metrics)
     count = min(steps, recipe.steps)
     return TrainerCallback(
         spec,

@@ -59,6 +59,8 @@ def sentence(error: BaseException) -> str:
         where = "" if error.filename is None else f": {error.filename}"
         advice = "; set TMPDIR to a folder that can be written" if "temporary directory" in str(error) else ""
         return f"error: {error.strerror}{where}{advice} (--debug shows where)"
+    if isinstance(error, UnicodeEncodeError) and error.reason == "surrogates not allowed":
+        return f"error: a name that is not UTF-8 cannot be used here: {error.object!a}; rename the file or folder"
     if isinstance(error, MemoryError):
         return "error: not enough memory; ask for fewer --tokens, a smaller --batch-size or fewer sites"
     return f"unexpected error: {type(error).__name__}: {error} (--debug shows where)"
