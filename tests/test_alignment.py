@@ -25,7 +25,7 @@ from anisoscope.printing import format_value, print_unit
 from anisoscope.probed import Probed
 from anisoscope.probes import draw_probe
 from anisoscope.records import Record, Site, describe_text
-from anisoscope.tangent.energies import coupled_alignment
+from anisoscope.tangent.energies import COUPLED_CONTROLS, coupled_alignment
 from anisoscope.tangent.proxies import fit_global
 from anisoscope.tangent.windows import pair_windows
 from anisoscope.walk import draw
@@ -91,7 +91,7 @@ def test_every_gradient_proxy_population_and_variant_has_its_rows(unit: an.Unit)
         assert energy.low is not None
         assert energy.high is not None
         assert energy.low < energy.high
-    assert {row.control for row in rows(unit, metric="tangent_excess", gradient="virtual")} == {"permuted"}
+    assert {row.control for row in rows(unit, metric="tangent_excess", gradient="virtual")} <= {*COUPLED_CONTROLS}
     assert {row.control for row in rows(unit, metric="tangent_excess", gradient="activation")} <= {
         "haar",
         "signs",
@@ -248,7 +248,8 @@ def test_an_untrained_encoder_knows_of_nothing_but_masks_and_is_not_called_tange
 def test_a_trained_decoder_is_enriched_over_permuted_windows(unit: an.Unit) -> None:
     found = one(unit, metric="tangent_excess", gradient="virtual", proxy="pca", population="all", variant="mean=in")
     assert found.value > 0
-    assert found.p == pytest.approx(1 / 200)
+    assert found.p is not None
+    assert found.p <= 0.02
 
 
 def test_too_few_windows_have_no_permuted_null(decoder: Model) -> None:
@@ -392,17 +393,27 @@ def test_a_proxy_of_other_types_and_local_proxies_are_there_where_asked(decoder:
     assert (local.gradient, local.control, local.rank) == ("activation", "permuted", 8)
 
 
-def test_energies_of_shuffled_targets_stand_beside_the_true_ones(decoder: Model, unit: an.Unit) -> None:
+def test_shuffled_targets_are_among_the_controls_that_decide(decoder: Model, unit: an.Unit) -> None:
     spec = spec_for(controls=("shuffled_targets",), populations=("all", "typical"))
     found = an.measure(spec, model=decoder, progress=False)
-    shuffled = rows(found, control="shuffled")
-    assert {row.metric for row in shuffled} == {"tangent_energy"}
+    shuffled = rows(found, control="shuffled", metric="tangent_energy")
     assert len(shuffled) == 2**4
-    # Everything else is as it is without.
     for row, usual in zip(found.records, unit.records, strict=True):
-        assert replace(row, key="", control=None, control_value=None) == replace(
-            usual, key="", control=None, control_value=None
-        ) or math.isnan(row.value)
+        if row.metric in ("tangent_excess", "tangent_gain") and row.gradient != "activation":
+            # Hardest of more.
+            assert (row.p or 0) >= (usual.p or 0)
+        elif row.metric == "tangent_excess":
+            assert row.control != "shuffled" or (row.p or 0) >= (usual.p or 0)
+        else:
+            assert replace(row, key="", control=None, control_value=None) == replace(
+                usual, key="", control=None, control_value=None
+            ) or math.isnan(row.value)
+    decided = rows(found, control="shuffled", metric="tangent_excess")
+    # As large an energy with any targets: the Jacobian and the frequencies of tokens account for it.
+    assert decided
+    for row in decided:
+        place = {name: getattr(row, name) for name in ("gradient", "proxy", "population", "variant")}
+        assert row.control_value == one(found, metric="tangent_energy", bin=None, **place).control_value
     probed = Probed(
         model=decoder,
         probe=draw_probe(spec, decoder.tokenizer, load_corpus("pydoc")),
@@ -415,7 +426,7 @@ def test_energies_of_shuffled_targets_stand_beside_the_true_ones(decoder: Model,
     basis = fit_global(probed.fit_states[SITE], rank=8).basis
     activation = dealt.sites[SITE].gradients
     wanted = {"gradient": "activation", "proxy": "pca", "population": "all", "variant": "mean=in"}
-    row = one(found, control="shuffled", **wanted)
+    row = one(found, metric="tangent_energy", control="shuffled", **wanted)
     expected = (activation @ basis).double().square().sum() / activation.double().square().sum()
     assert row.control_value == pytest.approx(float(expected), rel=1e-4)
     assert row.control_value != pytest.approx(row.value, rel=1e-2)
@@ -426,7 +437,8 @@ def test_linear_modules_and_embedding_rows_have_alignments_of_their_own(decoder:
     spec = spec_for(gradients=(f"linear:{path}", "embedding"), sites=("embed", "final_norm"), populations=("all",))
     found = an.measure(spec, model=decoder, progress=False)
     linear = one(found, metric="tangent_excess", gradient="linear", proxy="pca", variant="mean=in")
-    assert (linear.site, linear.control) == (path, "permuted")
+    assert linear.site == path
+    assert linear.control in COUPLED_CONTROLS
     rows_of_embedding = rows(found, metric="tangent_excess", gradient="embedding", proxy="pca")
     assert {row.site for row in rows_of_embedding} == {"embed", "final_norm"}
     assert {row.population for row in rows_of_embedding} == {"types"}
@@ -537,7 +549,8 @@ def test_matrices_of_your_own_give_what_the_walk_gives(decoder: Model) -> None:
     given = {"grads": gradients, "windows": both.windows, "rank": 8}
     found = an.estimate(states, ["tangent_excess", "normal_ratio", "tangent_anisotropy_share"], **given)
     assert found["tangent_excess"].value > 0
-    assert (found["tangent_excess"].control, found["tangent_excess"].p) == ("permuted", pytest.approx(1 / 200))
+    assert found["tangent_excess"].control in COUPLED_CONTROLS
+    assert found["tangent_excess"].p <= 0.02
     assert found["normal_ratio"].value > 2
     assert found["tangent_anisotropy_share"].control == "normal"
     uncoupled = an.estimate(states.numpy(), "tangent_energy", grads=gradients.numpy(), rank=8, gradient="activation")
@@ -660,7 +673,7 @@ def test_a_gain_stands_beside_what_it_is_over(unit: an.Unit) -> None:
         place = {name: getattr(row, name) for name in ("gradient", "proxy", "population", "variant")}
         energy = one(unit, metric="tangent_energy", bin=None, **place)
         assert row.control_value is not None
-        assert row.control == ("haar" if row.gradient == "activation" else "permuted")
+        assert row.control == "haar" if row.gradient == "activation" else row.control in COUPLED_CONTROLS
         assert row.value == pytest.approx(energy.value / row.control_value, rel=1e-6)
 
 

@@ -29,7 +29,7 @@ POPULATION_WORDS = {
     "content": "no special tokens, no first position of a window",
     "typical": "content without tokens of unusually large norm at that site",
     "types": "one occurrence of each token id, drawn at random",
-    "matched": "as many tokens as types has, drawn at random from all",
+    "matched": "as many tokens as types has, drawn at random from content",
 }
 
 
