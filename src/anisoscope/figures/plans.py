@@ -1,6 +1,5 @@
 """Which figures a run has rows for; nothing is computed yet."""
 
-import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -196,7 +195,7 @@ def _of_concepts(units: Sequence[Unit]) -> Iterator[Plan]:
             stage=next((record.stage for record in unit.records), None),
             step=unit.spec.step,
             revision=unit.spec.revision,
-            settings=json.loads(unit.spec.canonical()),
+            settings=unit.spec.as_dict(),
             arrays=unit.attachments,
         )
         for unit in units
