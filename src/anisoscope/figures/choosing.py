@@ -7,8 +7,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from anisoscope.columns import SCHEMA
 from anisoscope.grouping import group_rows
-from anisoscope.store import SCHEMA
 
 # Dimensions at given scales, which have a figure of their own.
 GRIDE = r"gride_\d+"

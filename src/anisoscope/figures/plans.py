@@ -1,6 +1,5 @@
 """Which figures a run has rows for; nothing is computed yet."""
 
-import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -12,6 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from anisoscope.claims.verdicts import Verdict
+from anisoscope.columns import SCHEMA
 from anisoscope.figures import captions, curving, depth, dimension, judgements, places, tangents, training
 from anisoscope.figures.choosing import (
     GRIDE,
@@ -28,7 +28,7 @@ from anisoscope.figures.choosing import (
 from anisoscope.figures.drawing import PALETTE, Chart
 from anisoscope.records import FINAL_NORM_SITES, Unit
 from anisoscope.revisions import training_order
-from anisoscope.store import SCHEMA, name_trainings
+from anisoscope.store import name_trainings
 from anisoscope.tracks import PREFIX as CONCEPTS
 from anisoscope.tracks import Attached, trace_concepts
 
@@ -210,7 +210,7 @@ def _of_concepts(units: Sequence[Unit]) -> Iterator[Plan]:
             stage=next((record.stage for record in unit.records), None),
             step=unit.spec.step,
             revision=unit.spec.revision,
-            settings=json.loads(unit.spec.canonical()),
+            settings=unit.spec.as_dict(),
             arrays=unit.attachments,
         )
         for unit in units

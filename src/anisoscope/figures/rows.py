@@ -9,10 +9,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from anisoscope.columns import SCHEMA
 from anisoscope.errors import SpecError
 from anisoscope.records import POPULATIONS, site_order
 from anisoscope.revisions import training_order
-from anisoscope.store import SCHEMA, name_trainings
+from anisoscope.store import name_trainings
 
 AXES = ("step", "tokens", "checkpoint")
 Row = dict[str, Any]
