@@ -57,7 +57,7 @@ READING = (
     {"large_files"},
     {"atomic", "columns", "grouping", "inputs", "terminal"},
     {"tables"},
-    {"store", "protocols", "integrity", "flags", "corpora"},
+    {"store", "protocols", "integrity", "flags", "corpora", "presets"},
     {"lab"},
     {"status", "claims", "conditions", "figures", "stages", "tracks", "citing"},
     {"printing"},

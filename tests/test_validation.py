@@ -35,9 +35,9 @@ def call(*words: object) -> Result:
 
 
 def test_every_field_has_a_rule_and_its_default_follows_it() -> None:
-    assert set(RULES) == {item.name for item in fields(Spec)}
+    assert set(RULES) == {item.name for item in fields(Spec)} - {"unknown_fields"}
     for item in fields(Spec):
-        if item.name != "model":
+        if item.name in RULES and item.name != "model":
             check_setting(item.name, item.default)
     for name, rule in RULES.items():
         if rule.example is not None and not rule.several:
