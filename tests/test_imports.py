@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parent.parent / "src" / "anisoscope"
 # Each room may use rooms of earlier lines, in its own wing: computing (with torch), reading (without).
 COMPUTING = (
     {"errors", "records", "progress", "revisions"},
-    {"atomic", "columns"},
+    {"atomic", "columns", "grouping"},
     {"tables"},
     {"store", "hub", "schedules", "sinks", "presets", "conditions", "undisturbed", "tracks"},
     {"status", "sources", "exporting"},
@@ -54,7 +54,7 @@ COMPUTING = (
 )
 READING = (
     {"errors", "records", "progress", "revisions", "wikitext"},
-    {"atomic", "columns"},
+    {"atomic", "columns", "grouping"},
     {"tables"},
     {"store", "protocols", "integrity", "flags", "corpora"},
     {"lab"},
@@ -71,6 +71,7 @@ TORCH_FREE = (
     "errors",
     "atomic",
     "tables",
+    "grouping",
     "records",
     "progress",
     "revisions",

@@ -18,6 +18,7 @@ import pyarrow.compute as pc
 from anisoscope.claims.catalogue import CLAIMS, PAPER
 from anisoscope.claims.findings import WEIGHTS, Finding, Subject, counted, number
 from anisoscope.claims.resampling import Resampling, most
+from anisoscope.grouping import group_rows
 from anisoscope.revisions import training_order
 
 ENRICHED, SHARED = "tangent enrichment", "tangent share of gradient anisotropy"
@@ -38,12 +39,19 @@ def last_blocks(table: pa.Table) -> Iterator[tuple[tuple[str, ...], Blocks, Bloc
     Comes with what identifies the series: the metric, then the columns of `_IDENTITY`.
     """
     kept = pc.field("depth").is_valid() & pc.field("suspect").is_null() & pc.field("bin").is_null()
-    series: dict[tuple, dict[Any, dict[str, dict[str, Any]]]] = defaultdict(lambda: defaultdict(dict))
-    for row in table.filter(kept).sort_by([("key", "ascending")]).to_pylist():
-        place = training_order(row["stage"], row["step"], row["revision"])
-        series[row["metric"], *(row[name] or "" for name in _IDENTITY)][place][row["site"]] = row
+    rows = table.filter(kept).sort_by([("key", "ascending")])
+    groups = group_rows(rows, ("metric", *_IDENTITY, "stage", "step", "revision"))
+    series: dict[tuple, dict[Any, list[np.ndarray]]] = defaultdict(lambda: defaultdict(list))
+    for group, (metric, *others, stage, step, revision) in enumerate(groups.names()):
+        identity = (metric, *(name or "" for name in others))
+        series[identity][training_order(stage, step, revision)].append(groups.rows(group))
+
+    def blocks(numbers: list[np.ndarray]) -> Blocks:
+        found = rows.take(np.sort(np.concatenate(numbers))).to_pylist()
+        return list({row["site"]: row for row in found}.values())
+
     for identity, checkpoints in sorted(series.items()):
-        first, last = (list(checkpoints[place].values()) for place in (min(checkpoints), max(checkpoints)))
+        first, last = blocks(checkpoints[min(checkpoints)]), blocks(checkpoints[max(checkpoints)])
         yield identity, last, first if len(checkpoints) > 1 and first[0]["step"] == 0 else []
 
 

@@ -32,6 +32,7 @@ from anisoscope.claims.profiles import family_of
 from anisoscope.claims.resampling import Resampling, benjamini_hochberg, most, welch
 from anisoscope.claims.shapes import by_recipe, kinds_subject, missing_recipes
 from anisoscope.claims.trainings import EARLY, MIN_CHECKPOINTS
+from anisoscope.grouping import group_rows
 from anisoscope.revisions import training_order
 
 PERSISTENT = 0.9
@@ -125,19 +126,20 @@ def judge_learning(table: pa.Table, how: Resampling) -> Iterator[tuple[Subject, 
 def read_courses(table: pa.Table) -> list[Course]:
     """The trainings of a table, checkpoints in order: one course with their own proxies, one with those before."""
     kept = pc.field("metric").isin(list(_METRICS)) & pc.field("depth").is_valid() & pc.field("suspect").is_null()
-    kept = kept & pc.field("bin").is_null()
-    columns = ["key", "model", "kind", "stage", "step", "revision", "site", "metric", "variant", "value", "p"]
+    fits = [name for name in _FITS if name is not None]
+    kept = kept & pc.field("bin").is_null() & (pc.field("variant").is_null() | pc.field("variant").isin(fits))
+    chosen = table.filter(kept).sort_by([("key", "ascending")])
+    groups = group_rows(chosen, (*_IDENTITY, "variant", "model", "kind", "metric", "stage", "step", "revision"))
+    found_rows = chosen.select(["site", "step", "value", "p", "low", "high"]).take(groups.order).to_pylist()
     rows: dict[tuple, dict[Any, dict[str, dict[str, Row]]]] = defaultdict(
         lambda: defaultdict(lambda: defaultdict(dict))
     )
     kinds: dict[tuple, str] = {}
-    chosen = table.filter(kept).select([*dict.fromkeys((*columns, *_IDENTITY, "low", "high"))])
-    for row in chosen.sort_by([("key", "ascending")]).to_pylist():
-        if row["variant"] not in _FITS:
-            continue
-        identity = (*(row[name] for name in _IDENTITY), _FITS[row["variant"]], row["model"])
-        kinds[identity] = row["kind"]
-        rows[identity][training_order(row["stage"], row["step"], row["revision"])][row["metric"]][row["site"]] = row
+    for (*others, variant, model, kind, metric, stage, step, revision), blocks in groups.slices():
+        identity = (*others, _FITS[variant], model)
+        kinds[identity] = kind
+        by_site = rows[identity][training_order(stage, step, revision)][metric]
+        by_site.update((row["site"], row) for row in found_rows[blocks])
     courses = []
     for identity, found in sorted(rows.items(), key=lambda item: [part or "" for part in item[0]]):
         *others, _, model = identity

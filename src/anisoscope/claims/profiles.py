@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from anisoscope.claims.resampling import pool_numbers
+from anisoscope.grouping import group_rows, list_matrix
 from anisoscope.revisions import training_order
 
 MIN_BLOCKS = 5
@@ -59,23 +60,23 @@ def read_profiles(table: pa.Table) -> list[Profile]:
     kept = pc.field("metric").isin([PROFILE_METRIC, DIMENSION_METRIC]) & pc.field("depth").is_valid()
     for name in ("suspect", "bin", "variant"):
         kept = kept & pc.field(name).is_null()
-    units: dict[tuple, list[dict[str, Any]]] = defaultdict(list)
-    for row in table.filter(kept).select([*_IDENTITY, "key", "site", "depth", "values"]).to_pylist():
-        units[(*(row[name] for name in _IDENTITY), row["key"])].append(row)
+    rows = table.filter(kept).select([*_IDENTITY, "site", "depth", "values"]).sort_by("depth")
     # `one_setting` left one result file for each checkpoint.
-    checkpoints = {identity[:-1]: sorted(rows, key=lambda row: row["depth"]) for identity, rows in units.items()}
-    ordered = sorted(checkpoints, key=lambda identity: [(part is not None, part) for part in identity])
-    return [_profile(identity, checkpoints[identity]) for identity in ordered]
-
-
-def _profile(identity: tuple, rows: list[dict[str, Any]]) -> Profile:
-    return Profile(
-        place=identity[:3],
-        **dict(zip(_IDENTITY[3:], identity[3:], strict=True)),
-        sites=tuple(row["site"] for row in rows),
-        depths=np.array([row["depth"] for row in rows]),
-        values=np.array([row["values"] for row in rows], float).T,
-    )
+    checkpoints = group_rows(rows, _IDENTITY)
+    rows = rows.select(["site", "depth", "values"]).take(pa.array(checkpoints.order))
+    sites, depths, values = rows["site"].to_pylist(), rows["depth"].to_numpy(), list_matrix(rows["values"])
+    batches = pc.list_value_length(rows["values"]).fill_null(0).to_numpy()  # pyright: ignore[reportAttributeAccessIssue]
+    ordered = sorted(checkpoints.slices(), key=lambda found: [(part is not None, part) for part in found[0]])
+    return [
+        Profile(
+            place=identity[:3],
+            **dict(zip(_IDENTITY[3:], identity[3:], strict=True)),
+            sites=tuple(sites[blocks]),
+            depths=depths[blocks],
+            values=values[blocks, : batches[blocks].max()].T,
+        )
+        for identity, blocks in ordered
+    ]
 
 
 def count_suspects(table: pa.Table) -> Counter[str]:

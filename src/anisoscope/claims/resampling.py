@@ -163,7 +163,8 @@ def _critical(statistic: np.ndarray, batches: int, freedom: int | float, tail: f
     Student's quantile at n - 1 explains it as far as the number of contrasts can (Bonferroni); whatever is beyond
     comes from tails that are not Student's, and stays as a factor.
     """
-    quantile = np.minimum(np.quantile(statistic, 1 - tail, axis=0, method="higher"), _LARGEST_CRITICAL)
+    rank = math.ceil((len(statistic) - 1) * (1 - tail))
+    quantile = np.minimum(np.partition(statistic, rank, axis=0)[rank], _LARGEST_CRITICAL)
     each = np.clip(_tail(quantile, batches - 1), tail / together, tail)
     return _beyond(each, freedom) * np.maximum(1.0, quantile / _beyond(each, batches - 1))
 
@@ -172,12 +173,15 @@ def _studentised(centred: np.ndarray, how: Resampling) -> np.ndarray:
     """(θ* - θ̂) / s* of every contrast in every resample."""
     weights = resampled_weights(len(centred), how.resamples, how.seed)
     means = np.tensordot(weights, centred, 1)
-    variances = (np.tensordot(weights, centred**2, 1) - means**2) / (len(centred) - 1)
+    variances = np.tensordot(weights, centred**2, 1)
+    variances -= means**2
+    variances /= len(centred) - 1
     # A resample of equal batches has no spread, or one of rounding only: it is as far off as can be.
     certain = variances <= 1e-12 * (centred**2).mean(0)
-    np.sqrt(variances, out=variances, where=~certain)
-    np.divide(means, variances, out=means, where=~certain)
-    means[certain] = np.sign(means[certain]) * _LARGEST_CRITICAL
+    if certain.any():
+        means[certain] = np.sign(means[certain]) * _LARGEST_CRITICAL
+        variances[certain] = 1.0
+    means /= np.sqrt(variances, out=variances)
     return means
 
 
@@ -457,8 +461,8 @@ def _fit_unimodal(series: np.ndarray) -> Unimodal:
     """Each row's best split into a rising part and a falling part, either of which may be empty."""
     rows, length = series.shape
     everyone = np.arange(rows)
-    left = rising_prefixes(series)
-    right = [part[:, ::-1] for part in rising_prefixes(series[:, ::-1])]
+    fits = rising_prefixes(np.vstack([series, series[:, ::-1]]))
+    left, right = [part[:rows] for part in fits], [part[rows:, ::-1] for part in fits]
     nothing = np.zeros((rows, 1))
     errors = np.hstack([nothing, left[0]]) + np.hstack([right[0], nothing])
     split = errors.argmin(1)
@@ -489,26 +493,30 @@ def rising_prefixes(series: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndar
     Pool adjacent violators, one more member at a time: the last two blocks are joined while they fall.
     """
     rows, length = series.shape
-    means, sizes = np.zeros((rows, length)), np.zeros((rows, length))
-    top, error = np.full(rows, -1), np.zeros(rows)
-    errors, firsts, lasts = (np.empty((rows, length)) for _ in range(3))
-    everyone = np.arange(rows)
-    for place in range(length):
-        top += 1
-        means[everyone, top], sizes[everyone, top] = series[:, place], 1
-        falling = everyone
-        while len(falling := falling[top[falling] > 0]):
-            last = top[falling]
-            falls = means[falling, last - 1] > means[falling, last]
-            falling, last = falling[falls], last[falls]
-            one, two = sizes[falling, last - 1], sizes[falling, last]
-            step = means[falling, last] - means[falling, last - 1]
-            error[falling] += one * two / (one + two) * step**2
-            means[falling, last - 1] += step * two / (one + two)
-            sizes[falling, last - 1] += two
-            top[falling] -= 1
-        errors[:, place], firsts[:, place], lasts[:, place] = error, means[:, 0], means[everyone, top]
-    return errors, firsts, lasts
+    # Row k of each array describes the prefix of length k: start and mean of its last block, residuals, first value.
+    # The blocks before the last are those of the prefix that ends where it starts. Nothing falls below prefix 0.
+    means, starts = np.full((length + 1, rows), -np.inf), np.zeros((length + 1, rows), np.int64)
+    errors, firsts = np.zeros((length + 1, rows)), np.empty((length + 1, rows))
+    firsts[0] = series[:, 0]
+    for end in range(1, length + 1):
+        means[end], starts[end] = series[:, end - 1], end - 1
+        errors[end], firsts[end] = errors[end - 1], firsts[end - 1]
+        row = np.flatnonzero(means[end - 1] > means[end])
+        mean, start, error, below = means[end, row], starts[end, row], errors[end, row], means[end - 1, row]
+        while len(row):
+            before = starts.take(start * rows + row)
+            one, two = start - before, end - start
+            step = mean - below
+            error += one * two / (one + two) * step**2
+            mean, start = below + step * two / (one + two), before
+            below = means.take(start * rows + row)
+            falls = below > mean
+            ended = ~falls
+            done = row[ended]
+            means[end, done], starts[end, done], errors[end, done] = mean[ended], start[ended], error[ended]
+            row, mean, start, error, below = (part[falls] for part in (row, mean, start, error, below))
+        np.copyto(firsts[end], means[end], where=starts[end] == 0)
+    return errors[1:].T, firsts[1:].T, means[1:].T
 
 
 def rise_and_fall_elsewhere(

@@ -4,22 +4,23 @@ A setting is the combination of the columns in which result files differ: tokens
 `Store.table()` names. Blocks, checkpoints and metrics of different settings are never mixed in one test.
 """
 
-from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from anisoscope.columns import SETTINGS_SCHEMA
+from anisoscope.grouping import Groups, group_rows
 
 # What identifies a number besides its site and setting: a series over checkpoints, and the checkpoint.
-_SERIES = (
-    *("model", "stack", "corpus", "population", "metric", "gradient", "proxy", "variant", "bin", "control"),
-    *("stage", "step", "revision"),
-)
-_CHECKPOINT = 3
+_SERIES = ("model", "stack", "corpus", "population", "metric", "gradient", "proxy", "variant", "bin", "control")
+_CHECKPOINT = ("stage", "step", "revision")
+# What a verdict names.
+_SUBJECT = ("model", "corpus", "metric", "population")
 # These differ between checkpoints of one setting, or choose which rows a result file has.
 _NO_SETTING = ("weights", "proxy_from", "requested_proxy", "gradients", "controls")
 
@@ -63,44 +64,78 @@ def one_setting(table: pa.Table) -> OneSetting:
         for name in SETTINGS_SCHEMA.names
         if name in table.column_names and name not in _NO_SETTING and len(table[name].unique()) > 1
     ]
-    plain = {name: table[name] for name in (*_SERIES, "key", "metric_version", "points")}
-    plain |= {name: _decoded(table[name]) for name in names}
-    plain["batches"] = pc.list_value_length(table["values"])  # pyright: ignore[reportAttributeAccessIssue]
-    sums = pa.table(plain).group_by([*_SERIES, *names, "key"])
-    sums = sums.aggregate([("points", "sum"), ("metric_version", "max"), ("batches", "sum")]).to_pylist()
-    series: dict[tuple, dict[tuple, dict[tuple, list[tuple]]]] = defaultdict(
-        lambda: defaultdict(lambda: defaultdict(list))
-    )
-    covered: Counter[tuple] = Counter()
-    for row in sums:
-        identity = tuple(row[name] for name in _SERIES)
-        setting = tuple((name, row[name]) for name in names)
-        rank = tuple(-(row[name] or 0) for name in ("metric_version_max", "points_sum", "batches_sum"))
-        series[identity[:-_CHECKPOINT]][setting][identity[-_CHECKPOINT:]].append((*rank, row["key"]))
-        covered[row["model"], row["corpus"], setting] += 1
-    judged: dict[tuple[str, ...], set[tuple]] = defaultdict(set)
+    if not table.num_rows:
+        return OneSetting(table=table, judged={}, left_out={})
+    columns = {name: table[name] for name in (*_SERIES, *_CHECKPOINT, "key")}
+    columns |= {name: _plain_text(table[name]) for name in names}
+    units = group_rows(pa.table(columns), tuple(columns))
+    left_out_units = _left_out(table, units, names)
     left_out: dict[tuple[str, ...], set[str]] = defaultdict(set)
-    dropped: set[tuple] = set()
-    for identity, settings in series.items():
-        model, _, corpus, population, metric, *_ = identity
-
-        def order(setting: tuple, settings: Any = settings, model: str = model, corpus: str = corpus) -> tuple:
-            best = min(min(found) for found in settings[setting].values())
-            return -len(settings[setting]), -covered[model, corpus, setting], best[:-1], repr(setting)
-
-        chosen = min(settings, key=order)
-        judged[model, corpus, metric, population].add(chosen)
-        for setting, checkpoints in settings.items():
-            for checkpoint, found in checkpoints.items():
-                for *_, key in sorted(found)[1 if setting == chosen else 0 :]:
-                    dropped.add((*identity, *checkpoint, key))
-                    left_out[model, corpus, metric, population].add(key)
-    if not dropped:
-        return OneSetting(table=table, judged=judged, left_out=left_out)
-    identities = zip(*(table[name].to_pylist() for name in (*_SERIES, "key")), strict=True)
-    kept = table.filter(pa.array([one not in dropped for one in identities]))
-    return OneSetting(table=kept, judged=judged, left_out=left_out)
+    judged: dict[tuple[str, ...], set[tuple]] = defaultdict(set)
+    for *identity, key in _rows_of(units.keys.filter(pa.array(left_out_units)), (*_SUBJECT, "key")):
+        left_out[tuple(identity)].add(key)
+    for row in _rows_of(units.keys.filter(pa.array(~left_out_units)), (*_SUBJECT, *names)):
+        judged[row[: len(_SUBJECT)]].add(tuple(zip(names, row[len(_SUBJECT) :], strict=True)))
+    if left_out_units.any():
+        kept = np.empty(table.num_rows, bool)
+        kept[units.order] = ~np.repeat(left_out_units, units.sizes)
+        table = table.filter(pa.array(kept))
+    return OneSetting(table=table, judged=judged, left_out=left_out)
 
 
-def _decoded(column: pa.ChunkedArray) -> pa.ChunkedArray:
+def _left_out(table: pa.Table, units: Groups, names: list[str]) -> np.ndarray:
+    """Of each result file of each number at each checkpoint, whether another one is judged instead."""
+    dropped = np.zeros(len(units.ends), bool)
+    series = group_rows(units.keys, _SERIES)
+    checkpoint = _labels(group_rows(units.keys, (*_SERIES, *_CHECKPOINT)))
+    setting = _labels(group_rows(units.keys, names)) if names else np.zeros(len(dropped), int)
+    covering = group_rows(units.keys, ("model", "corpus", *names))
+    covered = covering.sizes[_labels(covering)]
+    starts = np.concatenate([[0], series.ends[:-1]])
+    repeated = np.bincount(checkpoint)[checkpoint] > 1
+    several = np.maximum.reduceat(setting[series.order], starts) > np.minimum.reduceat(setting[series.order], starts)
+    several |= np.logical_or.reduceat(repeated[series.order], starts)
+    if not several.any():
+        return dropped
+    points, versions = (table[name].fill_null(0).to_numpy() for name in ("points", "metric_version"))
+    lengths = pc.list_value_length(table["values"])  # pyright: ignore[reportAttributeAccessIssue]
+    batches = lengths.fill_null(0).to_numpy()
+    keys = units.keys["key"].to_pylist()
+    texts = list(zip(*(units.keys[name].to_pylist() for name in names), strict=True)) if names else [()] * len(keys)
+
+    def rank(unit: int) -> tuple[int, int, int]:
+        rows = units.rows(unit)
+        return -int(versions[rows].max()), -int(points[rows].sum()), -int(batches[rows].sum())
+
+    for group in np.flatnonzero(several).tolist():
+        found = series.rows(group).tolist()
+        of_setting: dict[int, list[int]] = defaultdict(list)
+        for unit in found:
+            of_setting[int(setting[unit])].append(unit)
+        orders = {
+            label: (-len(set(checkpoint[some])), -covered[some[0]], min(map(rank, some)), repr(texts[some[0]]))
+            for label, some in of_setting.items()
+        }
+        chosen = min(orders, key=lambda label: orders[label])
+        best: dict[int, int] = {}
+        for unit in sorted(of_setting[chosen], key=lambda unit: (rank(unit), keys[unit])):
+            best.setdefault(checkpoint[unit], unit)
+        dropped[found] = True
+        dropped[list(best.values())] = False
+    return dropped
+
+
+def _labels(groups: Groups) -> np.ndarray:
+    """The number of its group for every row."""
+    labels = np.empty(len(groups.order), int)
+    labels[groups.order] = np.repeat(np.arange(len(groups.ends)), groups.sizes)
+    return labels
+
+
+def _rows_of(table: pa.Table, columns: Sequence[str]) -> list[tuple[Any, ...]]:
+    """The different rows of some columns."""
+    return group_rows(table, columns).names() if table.num_rows else []
+
+
+def _plain_text(column: pa.ChunkedArray) -> pa.ChunkedArray:
     return column.cast(pa.string()) if pa.types.is_dictionary(column.type) else column

@@ -187,13 +187,14 @@ _IDENTITY = ("corpus", "model", "stack", "stage", "step")
 def _read(table: pa.Table, theory: Prediction) -> list[Series]:
     """One number for each checkpoint of each run: the mean over its rows."""
     kept = pc.field("metric").isin(list(theory.metrics)) & (pc.field("population") == theory.population)
+    sites = [name for name in table["site"].unique().to_pylist() if fnmatchcase(name or "", theory.sites)]
     kept = kept & pc.field("suspect").is_null() & pc.field("step").is_valid()
+    kept = kept & pc.field("site").isin(pa.array(sites, pa.string()))
     columns = [*_IDENTITY, "key", "site", "metric", "variant", "value", "null"]
     checkpoints: dict[tuple, dict[tuple, float]] = defaultdict(dict)
     for row in table.filter(kept).select(columns).sort_by([("key", "ascending")]).to_pylist():
-        if fnmatchcase(row["site"], theory.sites):
-            identity, place = tuple(row[name] for name in _IDENTITY), (row["site"], row["metric"], row["variant"])
-            checkpoints[identity][place] = theory.value(row)
+        identity, place = tuple(row[name] for name in _IDENTITY), (row["site"], row["metric"], row["variant"])
+        checkpoints[identity][place] = theory.value(row)
     runs: dict[tuple, dict[int, float]] = defaultdict(dict)
     for (*run, step), values in checkpoints.items():
         mean = float(np.nanmean(list(values.values()))) if not np.isnan(list(values.values())).all() else np.nan

@@ -176,7 +176,7 @@ def _verdict(
     if not math.isnan(finding.p):
         low, high = finding.interval
         numbers += [] if math.isnan(low) else [f"{100 * level:g} % interval {number(low)} to {number(high)}"]
-    numbers.append(f"smallest effect that counts {smallest:g} ({finding.declared.effect.partition(',')[0]})")
+    numbers.append(f"smallest effect that counts {smallest:g} [{finding.declared.effect.partition(',')[0]}]")
     if not math.isnan(finding.p):
         numbers.append(f"p {_p(finding.p)}")
         numbers += [] if math.isnan(p_adjusted) else [f"corrected p {_p(p_adjusted)}"]
