@@ -377,8 +377,8 @@ def test_seeds_that_agree_by_chance_are_allowed_for_and_would_fool_a_plain_test(
     honest = plain = 0
     for _ in range(trials):
         series = shape + random.normal(size=(9, 12))
-        others = [np.delete(series, seed, axis=0).mean(0) for seed in range(9)]
-        effects = [rise_and_fall_elsewhere(one, rest) for one, rest in zip(series, others, strict=True)]
+        others = np.stack([np.delete(series, seed, axis=0).mean(0) for seed in range(9)])
+        effects = rise_and_fall_elsewhere(series, others)
         honest += student(effects, margin=0.0, level=0.95, overlap=1 / 8).p_above <= 0.05
         plain += student(effects, margin=0.0, level=0.95).p_above <= 0.05
     _, judged = next(iter(judge_trainings(trainings_of(series), HOW)))
@@ -531,10 +531,13 @@ def test_the_unimodal_fit_is_the_best_of_all_splits() -> None:
 
 
 def test_levels_are_named_by_other_series() -> None:
-    others = np.array([0.0, 0.0, 3.0, 3.0, 1.0])
-    assert rise_and_fall_elsewhere(np.array([1.0, 3.0, 6.0, 8.0, 4.0]), others) == pytest.approx(7 - 4)
-    assert rise_and_fall_elsewhere(np.array([1.0, 2.0, 3.0, 4.0, 5.0]), others) == pytest.approx(3.5 - 5)
-    assert rise_and_fall_elsewhere(np.array([1.0, 2.0, 3.0]), np.array([0.0, 1.0, 2.0])) == 0.0
+    others = np.array([[0.0, 0.0, 3.0, 3.0, 1.0]] * 2)
+    series = np.array([[1.0, 3.0, 6.0, 8.0, 4.0], [1.0, 2.0, 3.0, 4.0, 5.0]])
+    assert rise_and_fall_elsewhere(series, others) == pytest.approx([7 - 4, 3.5 - 5])
+    assert rise_and_fall_elsewhere(np.array([[1.0, 2.0, 3.0]]), np.array([[0.0, 1.0, 2.0]])) == 0.0
+    early = np.array([[30.0, 12.0, 20.0, 20.0, 14.0]])
+    assert rise_and_fall_elsewhere(early, early, last_start=2, least_fall=1.0) == pytest.approx(6)
+    assert rise_and_fall_elsewhere(early, early) == 0.0
 
 
 # What is judged, and what is said

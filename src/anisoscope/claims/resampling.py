@@ -434,19 +434,28 @@ def fit_after_fall(series: np.ndarray, last_start: int, least_fall: float) -> Un
     The start is where the residuals of the falling part and of the unimodal part are smallest together. A row whose
     early fall is less than `least_fall` is fitted from its first member on.
     """
-    fits = [_fit_unimodal(series[:, start:]) for start in range(last_start + 1)]
+    rows, length = series.shape
+    # All parts in one call: the series from each possible start on (what stands beyond its end is not read), backwards
+    # for the falling part after the peak, and negated for the early fall.
+    shifted = [np.hstack([series[:, start:], series[:, :start]]) for start in range(last_start + 1)]
+    parts = rising_prefixes(np.vstack([*shifted, series[:, ::-1], -series]))
+    after_peak = [part[-2 * rows : -rows, ::-1] for part in parts]
+    fits = []
+    for start in range(last_start + 1):
+        left = [part[start * rows : (start + 1) * rows, : length - start] for part in parts]
+        fits.append(_join(left, [part[:, start:] for part in after_peak]))
     if not last_start:
         return fits[0]
-    falling = rising_prefixes(-series)
+    falling = [part[-rows:] for part in parts]
     errors = np.stack([fit.error + (falling[0][:, start - 1] if start else 0.0) for start, fit in enumerate(fits)])
     start = errors.argmin(0)
-    rows = np.arange(len(series))
-    first = np.stack([fit.first for fit in fits])[start, rows]
-    early_fall = np.where(start > 0, -falling[1][rows, start - 1] - first, 0.0)
+    everyone = np.arange(rows)
+    first = np.stack([fit.first for fit in fits])[start, everyone]
+    early_fall = np.where(start > 0, -falling[1][everyone, start - 1] - first, 0.0)
     start = np.where(early_fall >= least_fall, start, 0)
 
     def chosen(name: str) -> np.ndarray:
-        return np.stack([getattr(fit, name) for fit in fits])[start, rows]
+        return np.stack([getattr(fit, name) for fit in fits])[start, everyone]
 
     names = ("over_rising", "over_falling", "rise", "fall", "first", "error")
     return Unimodal(
@@ -457,12 +466,14 @@ def fit_after_fall(series: np.ndarray, last_start: int, least_fall: float) -> Un
     )
 
 
-def _fit_unimodal(series: np.ndarray) -> Unimodal:
-    """Each row's best split into a rising part and a falling part, either of which may be empty."""
-    rows, length = series.shape
+def _join(left: Sequence[np.ndarray], right: Sequence[np.ndarray]) -> Unimodal:
+    """Each row's best split into a rising part and a falling part, either of which may be empty.
+
+    `left` is of the rising fits to its prefixes and `right` of the falling fits to its suffixes: residuals, the value
+    at the outer end, the value at the inner end.
+    """
+    rows, length = left[0].shape
     everyone = np.arange(rows)
-    fits = rising_prefixes(np.vstack([series, series[:, ::-1]]))
-    left, right = [part[:rows] for part in fits], [part[rows:, ::-1] for part in fits]
     nothing = np.zeros((rows, 1))
     errors = np.hstack([nothing, left[0]]) + np.hstack([right[0], nothing])
     split = errors.argmin(1)
@@ -521,16 +532,21 @@ def rising_prefixes(series: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndar
 
 def rise_and_fall_elsewhere(
     series: np.ndarray, others: np.ndarray, *, last_start: int = 0, least_fall: float = 0.0
-) -> float:
-    """The smaller of rise and fall of one series, between the levels that the fit of others chooses.
+) -> np.ndarray:
+    """The smaller of rise and fall of each row, between the levels that the fit of its row of `others` chooses.
 
     Start, peak and levels are all chosen on the others, so a monotone series reads 0 or less on average, however rough.
     """
+    fit = fit_after_fall(others, last_start, least_fall)
+    return np.array(
+        [_rise_and_fall(*found) for found in zip(series, others, fit.start.tolist(), fit.place.tolist(), strict=True)]
+    )
+
+
+def _rise_and_fall(series: np.ndarray, others: np.ndarray, start: int, peak: int) -> float:
     from scipy.optimize import isotonic_regression
 
-    fit = fit_after_fall(others[None, :], last_start, least_fall)
-    start = int(fit.start[0])
-    series, others, peak = series[start:], others[start:], int(fit.place[0]) - start
+    series, others, peak = series[start:], others[start:], peak - start
     rising = isotonic_regression(others[: peak + 1]).x
     falling = isotonic_regression(others[peak:], increasing=False).x
     first = series[: peak + 1][rising == rising[0]].mean()

@@ -346,11 +346,8 @@ def _seeds_peak(seeds: Series, how: Resampling) -> Finding:
     """The smaller of rise and fall of each seed, between levels that the other seeds choose, as a mean over seeds."""
     mean = seeds.values.mean(0)
     last_start, least_fall = _early(seeds, mean)
-    others = [np.delete(seeds.values, seed, axis=0).mean(0) for seed in range(len(seeds.values))]
-    effects = [
-        rise_and_fall_elsewhere(one, rest, last_start=last_start, least_fall=least_fall)
-        for one, rest in zip(seeds.values, others, strict=True)
-    ]
+    others = np.stack([np.delete(seeds.values, seed, axis=0).mean(0) for seed in range(len(seeds.values))])
+    effects = rise_and_fall_elsewhere(seeds.values, others, last_start=last_start, least_fall=least_fall)
     fit = fit_after_fall(mean[None, :], last_start, least_fall)
     start, overlap = int(fit.start[0]), 1 / (len(effects) - 1)
     # A true series that never falls has an effect of zero, not below it: only smallness can contradict the claim.
@@ -367,5 +364,5 @@ def _seeds_peak(seeds: Series, how: Resampling) -> Finding:
         p_against=found.p_below,
         says=f"{after}a seed rises and falls by at least {number(found.effect)} on average, between the steps that the "
         "other seeds choose",
-        details={"lowest_seed": min(effects), "highest_seed": max(effects), **details},
+        details={"lowest_seed": float(effects.min()), "highest_seed": float(effects.max()), **details},
     )
