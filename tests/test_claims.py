@@ -377,8 +377,8 @@ def test_seeds_that_agree_by_chance_are_allowed_for_and_would_fool_a_plain_test(
     honest = plain = 0
     for _ in range(trials):
         series = shape + random.normal(size=(9, 12))
-        others = [np.delete(series, seed, axis=0).mean(0) for seed in range(9)]
-        effects = [rise_and_fall_elsewhere(one, rest) for one, rest in zip(series, others, strict=True)]
+        others = np.stack([np.delete(series, seed, axis=0).mean(0) for seed in range(9)])
+        effects = rise_and_fall_elsewhere(series, others)
         honest += student(effects, margin=0.0, level=0.95, overlap=1 / 8).p_above <= 0.05
         plain += student(effects, margin=0.0, level=0.95).p_above <= 0.05
     _, judged = next(iter(judge_trainings(trainings_of(series), HOW)))
@@ -531,10 +531,13 @@ def test_the_unimodal_fit_is_the_best_of_all_splits() -> None:
 
 
 def test_levels_are_named_by_other_series() -> None:
-    others = np.array([0.0, 0.0, 3.0, 3.0, 1.0])
-    assert rise_and_fall_elsewhere(np.array([1.0, 3.0, 6.0, 8.0, 4.0]), others) == pytest.approx(7 - 4)
-    assert rise_and_fall_elsewhere(np.array([1.0, 2.0, 3.0, 4.0, 5.0]), others) == pytest.approx(3.5 - 5)
-    assert rise_and_fall_elsewhere(np.array([1.0, 2.0, 3.0]), np.array([0.0, 1.0, 2.0])) == 0.0
+    others = np.array([[0.0, 0.0, 3.0, 3.0, 1.0]] * 2)
+    series = np.array([[1.0, 3.0, 6.0, 8.0, 4.0], [1.0, 2.0, 3.0, 4.0, 5.0]])
+    assert rise_and_fall_elsewhere(series, others) == pytest.approx([7 - 4, 3.5 - 5])
+    assert rise_and_fall_elsewhere(np.array([[1.0, 2.0, 3.0]]), np.array([[0.0, 1.0, 2.0]])) == 0.0
+    early = np.array([[30.0, 12.0, 20.0, 20.0, 14.0]])
+    assert rise_and_fall_elsewhere(early, early, last_start=2, least_fall=1.0) == pytest.approx(6)
+    assert rise_and_fall_elsewhere(early, early) == 0.0
 
 
 # What is judged, and what is said
@@ -562,7 +565,7 @@ def test_a_bell_is_called_one_with_its_numbers() -> None:
     assert found.replicates == BATCHES
     assert found.details["peak_depth"] in (0.5, 0.625)
     assert f"{found.effect:.3g} above the higher end (16 batches; 95 % interval" in found.text
-    assert found.text.endswith("“bell” holds.")
+    assert found.text.endswith("“bell” holds for these weights on this text.")
     assert find(judge(table(rows(noisy(0.3 * BELL)))), claim="flat").holds is False
 
 
@@ -614,12 +617,12 @@ def test_each_stack_of_an_encoder_decoder_is_judged_and_neither_counts_as_a_kind
     ("values", "says"),
     [
         (noisy(BELL, batches=7), "an interval needs 8 batches"),
-        (noisy(BELL, batches=9), "with 2 pools (of 3 needed) the interval is only about sampling inside them"),
+        (noisy(BELL, batches=9), "with 2 pools (of 3 needed) the interval covers sampling inside pools only"),
         (noisy(BELL[:4]), "it has 4 blocks, and a shape needs 5"),
         (np.full((16, 8), math.nan), "no batch has a value at every block"),
     ],
 )
-def test_too_little_cannot_be_told(values: np.ndarray, says: str) -> None:
+def test_too_little_is_inconclusive(values: np.ndarray, says: str) -> None:
     for claim in ("bell", "flat"):
         found = find(judge(table(rows(values))), claim=claim)
         assert found.holds is None
@@ -696,7 +699,7 @@ def test_three_of_each_kind_are_enough() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_fewer_models_cannot_tell_of_a_kind(count: int) -> None:
+def test_fewer_models_are_inconclusive_about_a_kind(count: int) -> None:
     verdicts = judge(kinds_table(count, count))
     for claim in KIND_CLAIMS:
         found = find(verdicts, claim=claim)
@@ -767,13 +770,13 @@ def test_three_seeds_of_a_training_can_hold() -> None:
 
 def test_three_seeds_that_only_rise_do_not_rise_and_fall() -> None:
     verdicts = judge(table(*(training(range(9), f"p-seed{k}", k, metric="twonn") for k in range(3))))
-    # Not "cannot be told": what surely neither rises nor falls by 5 % of its height speaks against the claim.
+    # Not inconclusive: what surely neither rises nor falls by 5 % of its height speaks against the claim.
     held = [one.holds for one in verdicts if one.claim == "rises then falls"]
     assert held == [False, False]
 
 
 def test_growth_that_goes_on_is_not_stable() -> None:
-    growing = [training(np.linspace(0.1, 0.9, 9), f"p-seed{k}", k) for k in range(3)]
+    growing = [training(0.1 + 0.8 * np.array(STEPS) / STEPS[-1], f"p-seed{k}", k) for k in range(3)]
     assert find(judge(table(*growing)), claim="grows then stabilises").holds is False
 
 
@@ -813,7 +816,7 @@ def test_a_claim_that_is_lost_to_multiplicity_says_so() -> None:
     among = find(judge(table(rows(shape), *vague), resamples=400), claim="bell", subject="m")
     assert among.holds is None
     assert among.interval[0] > 0.05
-    assert "that may be chance" in among.text
+    assert "the evidence for it may be chance" in among.text
 
 
 def test_a_stricter_level_widens_intervals() -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from anisoscope.claims.correlations import KINDS, correlate, correlate_table, read_column
 from anisoscope.errors import SpecError
+from anisoscope.store import SCHEMA
 
 
 def of(found: list[dict], kind: str, part: str) -> dict:
@@ -68,7 +69,7 @@ def test_drifting_series_pass_by_their_levels_and_not_by_their_differences() -> 
 def table_of(rows: list[dict]) -> "object":
     import pyarrow as pa
 
-    return pa.Table.from_pylist(rows)
+    return pa.Table.from_pylist(rows, schema=SCHEMA)
 
 
 def row(step: int | None, metric: str, value: float, **others: object) -> dict:

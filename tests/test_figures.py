@@ -614,9 +614,9 @@ def test_verdicts_come_as_words_and_what_can_be_told_comes_first() -> None:
     data = verdicts_data(found)
     assert len(data) == len(found)
     words = column(data, "verdict")
-    order = ["holds", "does not hold", "cannot tell"]
+    order = ["holds", "does not hold", "inconclusive"]
     assert words == sorted(words, key=order.index)
-    assert words.count("cannot tell") == sum(one.holds is None for one in found)
+    assert words.count("inconclusive") == sum(one.holds is None for one in found)
     one = next(one for one in found if one.holds is False)
     assert (one.claim, one.subject, one.interval[0]) in column(data, "claim", "subject", "low")
 

@@ -77,7 +77,7 @@ def test_bells_and_flat_profiles_are_reproduced_and_their_opposites_are_not() ->
 def test_too_few_models_are_never_a_verdict_about_their_kind() -> None:
     one = table(rows(BELL, "decoder0", "decoder", 0), rows(FLAT, "encoder0", "encoder", 1))
     outcomes = judge_paper(find_paper("razzhigaev2024"), one)
-    assert verdict_of(outcomes, "decoders are bells", "the kind") == "cannot tell"
+    assert verdict_of(outcomes, "decoders are bells", "the kind") == "inconclusive"
     assert verdict_of(outcomes, "decoders are bells", "each model") == "reproduced"
     (found,) = [
         o for o in outcomes if o.view == "the kind" and o.claim == "encoders are flat" and o.population == "all"
@@ -94,7 +94,7 @@ def test_one_model_that_fails_outweighs_those_that_hold_and_encoders_do_not_spea
     outcomes = judge_paper(find_paper("razzhigaev2024"), mixed)
     (found,) = [o for o in outcomes if (o.claim, o.view, o.population) == ("decoders are bells", "each model", "all")]
     assert found.verdict == "not reproduced"
-    assert found.reason.startswith("3 hold, 1 do not, 0 cannot be told")
+    assert found.reason.startswith("3 hold, 1 do not, 0 are inconclusive")
     assert {one.subject for one in found.evidence} == {f"decoder{number}" for number in range(4)}
 
 
@@ -151,7 +151,7 @@ def test_what_a_paper_denies_is_reproduced_where_it_fails() -> None:
     with_bell, without = (table(rows(shape, "decoder0", "decoder", 0)) for shape in (BELL, FLAT))
     assert {one.verdict for one in judge_paper(denied, with_bell)} == {"not reproduced"}
     assert {one.verdict for one in judge_paper(denied, without)} == {"reproduced"}
-    assert {one.verdict for one in judge_paper(there_is_one, with_bell)} == {"cannot tell"}
+    assert {one.verdict for one in judge_paper(there_is_one, with_bell)} == {"inconclusive"}
     assert {one.verdict for one in judge_paper(there_is_one, without)} == {"reproduced"}
 
 
@@ -180,7 +180,7 @@ def test_our_control_and_the_papers_are_told_apart() -> None:
     outcomes = judge_paper(
         find_paper("bernas2026"), table(aligned("tangent_excess", 0.0, 0.6), aligned("normal_ratio", 30.0, 0.005))
     )
-    assert verdict_of(outcomes, "tangent enrichment", "our control") == "cannot tell"
+    assert verdict_of(outcomes, "tangent enrichment", "our control") == "inconclusive"
     assert verdict_of(outcomes, "tangent enrichment", "the paper's control") == "reproduced"
     (weak,) = [o for o in outcomes if o.view == "the paper's control" and o.claim == "tangent enrichment"]
     assert "without any signal pass this control too" in weak.reason
@@ -235,7 +235,7 @@ def test_the_pocket_suite_is_measured_judged_and_not_measured_twice(tmp_path: Pa
     assert done.exit_code == 0, done.output
     outcomes = json.loads(done.stdout)
     assert {one["claim"] for one in outcomes} == {claim.name for claim in find_paper("razzhigaev2024").claims}
-    assert {one["verdict"] for one in outcomes if one["claim"].startswith("anisotropy grows")} == {"cannot tell"}
+    assert {one["verdict"] for one in outcomes if one["claim"].startswith("anisotropy grows")} == {"inconclusive"}
     assert all(one["reason"] for one in outcomes)
     measured = Store(tmp_path).table()
     # Only decoders are followed over training.

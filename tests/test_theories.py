@@ -8,7 +8,7 @@ import pytest
 from scipy import stats
 
 from anisoscope.claims import Verdict, judge
-from anisoscope.claims.theories import GROWTH, PREDICTIONS, Prediction
+from anisoscope.claims.theories import PREDICTIONS, Prediction
 from anisoscope.columns import SCHEMA
 
 STEPS = (0, 10, 100, 1000, 2000, 4000, 8000, 16000)
@@ -58,7 +58,7 @@ def judged(theory: Prediction, runs: np.ndarray, *, extra: list[dict[str, Any]] 
 def series_with(theory: Prediction, effect: float) -> np.ndarray:
     """A series that the theory reads as this effect."""
     grown = np.linspace(0, 1, len(STEPS))
-    reads = float(theory.read(grown[None, :])[0])
+    reads = float(theory.read(grown[None, :], np.array(STEPS))[0])
     return effect * grown / reads
 
 
@@ -72,7 +72,7 @@ def test_a_theory_reads_what_it_says(theory: Prediction) -> None:
     effect = theory.margin + 0.2
     runs = np.stack([series_with(theory, effect + 0.01 * random.normal()) for _ in range(4)])
     (verdict,) = judged(theory, runs)
-    assert verdict.effect == pytest.approx(theory.read(runs).mean(), abs=1e-9)
+    assert verdict.effect == pytest.approx(theory.read(runs, np.array(STEPS)).mean(), abs=1e-9)
     assert verdict.holds is True
     assert verdict.p_adjusted < 0.05
     assert verdict.replicates == 4
@@ -104,7 +104,7 @@ def test_one_run_has_its_number_and_no_verdict() -> None:
 
 def test_what_is_to_be_explained_is_judged_beside_a_theory_and_not_alone() -> None:
     explained = next(theory for theory in PREDICTIONS if theory.metrics == ("mean_cosine",))
-    runs = np.stack([series_with(explained, GROWTH + 0.2 + 0.01 * seed) for seed in range(3)])
+    runs = np.stack([series_with(explained, explained.margin + 0.2 + 0.01 * seed) for seed in range(3)])
     assert judged(explained, runs) == []
     beside = [
         row for seed in range(3) for row in rows_of(TESTED[0], series_with(TESTED[0], 0.5), model=f"m-seed{seed}")

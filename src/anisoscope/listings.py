@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from anisoscope.claims import Correlation, Verdict, headlines
+from anisoscope.claims.verdicts import OUTCOMES
 from anisoscope.errors import SpecError
 from anisoscope.figures import count_label, dynamics_data
 from anisoscope.integrity import Verified
@@ -129,28 +130,27 @@ def format_bytes(count: int) -> str:
     return f"{size:.3g} {unit}"
 
 
-def print_verdicts(verdicts: Sequence[Verdict], *, only_told: bool = False) -> None:
-    """What holds, what does not, and what cannot be told; then each verdict as a sentence.
+def print_verdicts(verdicts: Sequence[Verdict], *, only_decided: bool = False) -> None:
+    """A table of verdicts; then each verdict as a sentence.
 
-    Proxies and variants that agree are told together. `only_told` leaves out what cannot be told, but for a line that
-    names it.
+    Proxies and variants that agree share one line. `only_decided` names inconclusive claims in one line at the end.
     """
     console = open_console()
     if not verdicts:
-        console.print("nothing measured here speaks to a claim: they need leading_variance or twonn at blocks")
+        console.print("no claim can be tested on these results: claims need leading_variance or twonn at blocks")
         return
-    untold = list(dict.fromkeys(one.claim for one in verdicts if one.holds is None))
+    open_claims = list(dict.fromkeys(one.claim for one in verdicts if one.holds is None))
     verdicts = headlines(verdicts)
-    if only_told:
+    if only_decided:
         verdicts = [one for one in verdicts if one.holds is not None]
     table = Table(box=None, pad_edge=False)
-    for name in ("claim", "holds", "about", "estimator", "population", "effect", "interval", "corrected p"):
+    for name in ("claim", "verdict", "about", "estimator", "population", "effect", "interval", "corrected p"):
         table.add_column(name, justify="right" if name in ("effect", "interval", "corrected p") else "left")
     for one in verdicts:
         low, high = one.interval
         table.add_row(
             one.claim,
-            {True: "yes", False: "no", None: "?"}[one.holds],
+            "present before training" if one.holds and one.before_training else OUTCOMES[one.holds],
             Text(", ".join(part for part in (one.subject, one.variant) if part)),
             one.metric,
             one.population,
@@ -162,8 +162,8 @@ def print_verdicts(verdicts: Sequence[Verdict], *, only_told: bool = False) -> N
     console.print()
     for one in verdicts:
         console.print(Text(f"· {one.text}"))
-    if only_told and untold:
-        console.print(Text(f"· Cannot be told from so few models and seeds: {', '.join(untold)}."))
+    if only_decided and open_claims:
+        console.print(Text(f"· Inconclusive with so few models and seeds: {', '.join(open_claims)}."))
 
 
 def print_correlations(found: Sequence[Correlation]) -> None:

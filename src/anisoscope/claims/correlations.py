@@ -2,7 +2,7 @@
 
 Two series that both drift correlate, whatever they are about: two independent random walks of 21 steps pass a test of
 their levels more often than not. So each correlation is given for the levels, with an interval from moving blocks and
-no p, and for the first differences, where a permutation of blocks has one.
+no p, and for the first differences, with a p from permuted blocks.
 """
 
 import math
@@ -13,7 +13,9 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
+from anisoscope.claims.settings import one_setting
 from anisoscope.conditions import parse_place
 from anisoscope.errors import SpecError
 from anisoscope.inputs import read_text
@@ -39,8 +41,10 @@ class Correlation:
     value: float
     interval: tuple[float, float]
     p: float
-    """Two-sided, for differences alone: levels that drift have no honest one."""
+    """Two-sided, for differences alone: for levels that drift no test keeps its level."""
     checkpoints: int
+    note: str = ""
+    """Which of several settings was used, where there was a choice."""
 
     def as_json(self) -> dict[str, Any]:
         """For machines: NaN becomes null."""
@@ -66,12 +70,12 @@ def correlate_table(
     Suspect checkpoints and those without a step are left out.
     """
     metric, site, population = parse_place(measure)
-    rows = [row for row in name_trainings(table).to_pylist() if row["suspect"] is None and row["step"] is not None]
+    known = name_trainings(table).filter(pc.field("suspect").is_null() & pc.field("step").is_valid())
+    named_place = (pc.field("metric") == metric) & (pc.field("site") == site) & (pc.field("population") == population)
+    once = one_setting(known.filter(named_place))
+    losses = {row["key"]: row["value"] for row in known.filter(pc.field("metric") == "loss").to_pylist()}
     series: dict[tuple[str, str], list[tuple[Any, float, float]]] = {}
-    losses = {(row["key"]): row["value"] for row in rows if row["metric"] == "loss"}
-    for row in rows:
-        if (row["metric"], row["site"], row["population"]) != (metric, site, population):
-            continue
+    for row in once.table.to_pylist():
         # Not those of a changed norm; of a matrix, the rows as they are.
         if row.get("variant") not in (None, "centred=no"):
             continue
@@ -86,7 +90,8 @@ def correlate_table(
         ordered = sorted(points)
         first, second = (np.array([point[column] for point in ordered]) for column in (1, 2))
         for part in correlate(first, second, seed=seed, resamples=resamples, level=level):
-            found.append(Correlation(model=model, corpus=corpus, measure=measure, against=named, **part))
+            note = "; ".join(once.notes((model,), (metric, population, corpus)))
+            found.append(Correlation(model=model, corpus=corpus, measure=measure, against=named, note=note, **part))
     return found
 
 

@@ -1,4 +1,4 @@
-"""What every claim gives before it is a verdict, and what all of them ask."""
+"""What each test returns before it becomes a verdict, and helpers that all tests use."""
 
 import math
 from collections.abc import Mapping
@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from anisoscope.claims.catalogue import CLAIMS, Claim
 from anisoscope.claims.resampling import MIN_POOLS, Bounds, Resampling, bound_peak
 
 MIN_BATCHES = 8
@@ -13,45 +14,67 @@ MIN_BATCHES = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """A verdict before other claims are counted and its subject is named."""
+    """The result of one test, before correction for the number of claims."""
 
     claim: str
     supported: bool | None = None
+    reason: str = ""
+    """Why `supported` is None."""
     effect: float = math.nan
     interval: tuple[float, float] = (math.nan, math.nan)
     p: float = math.nan
+    """That the effect is on the claim's side of its smallest effect."""
+    p_against: float = math.nan
+    """That it is on the other side."""
+    decides: bool = True
+    """Whether the claim could hold at all; False where replicates are missing, and then p counts in no correction."""
     says: str
     details: Mapping[str, float] = field(default_factory=dict)
-    among: str = ""
-    """Which findings its p is adjusted with, by their rate of false discoveries; Holm's over all others if empty."""
+    steps: tuple[int, ...] = ()
+    """Training steps that the test is based on."""
+    at_start: bool | None = None
+    """Whether the untrained model (step 0) passes the same test; None where it was not measured or does not matter."""
+
+    @property
+    def declared(self) -> Claim:
+        """The claim's own description."""
+        return CLAIMS[self.claim]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """What a finding is about, and what it rests on."""
+    """What a finding is about, and what it is based on."""
 
     name: str
     models: tuple[str, ...]
     place: tuple[str, str, str]
     """Metric, population, corpus."""
     variant: str | None
+    question: tuple[str | None, ...] = ()
+    """What makes it a hypothesis of its own besides claim, name and corpus: stack, stage, gradient. Populations,
+    proxies and variants do not: they are further tests of the same hypothesis."""
     replicates: int
     unit: str
-    """What is repeated: a batch, a model, a seed."""
+    """What is repeated: a batch, a block, a model, a seed."""
+    of: str
+    """What a verdict speaks of: `these weights on this text`."""
     notes: tuple[str, ...] = ()
 
 
-def open_questions(pools: np.ndarray) -> tuple[str, ...]:
-    """What too few batches or pools leave open."""
+WEIGHTS, TRAININGS, KINDS = "these weights on this text", "these seeds on this text", "these models on this text"
+
+
+def too_few(pools: np.ndarray) -> str:
+    """Why batches do not allow an interval; empty where they do."""
     if len(pools) < MIN_BATCHES:
-        return (f"an interval needs {MIN_BATCHES} batches",)
+        return f"an interval needs {MIN_BATCHES} batches"
     count = len(np.unique(pools))
     if count < MIN_POOLS:
         return (
             f"batches of one pool share windows, and with {counted(count, 'pool')} (of {MIN_POOLS} needed) the "
-            "interval is only about sampling inside them",
+            "interval covers sampling inside pools only"
         )
-    return ()
+    return ""
 
 
 def bound(grid: np.ndarray, pools: np.ndarray, how: Resampling, margin: float) -> Bounds:
@@ -68,8 +91,13 @@ def on_side(bounds: Bounds, margin: float, *, above: bool) -> bool | None:
     return not above if bounds.high < margin else None
 
 
+def either(*p_values: float) -> float:
+    """p that at least one of several tests is right, by Bonferroni's correction; NaN where one is unknown."""
+    return math.nan if any(map(math.isnan, p_values)) else min(1.0, len(p_values) * min(p_values))
+
+
 def ordered_pairs(count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Both members of every pair of different things, either way round."""
+    """Both members of every pair of different things, in both orders."""
     left, right = np.nonzero(~np.eye(count, dtype=bool))
     return left, right
 

@@ -1,7 +1,7 @@
 """The table of a run -> one profile for each checkpoint: a value for each batch and block."""
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +26,7 @@ _IDENTITY = ("metric", "population", "corpus", "model", "kind", "stack", "stage"
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """One checkpoint at one place: a value for each batch and block."""
+    """One checkpoint, metric and population: a value for each batch and block."""
 
     place: tuple[str, str, str]
     model: str
@@ -42,7 +42,7 @@ class Profile:
 
     @property
     def order(self) -> Any:
-        """Where in its training it stands."""
+        """Position in its training."""
         return training_order(self.stage, self.step, self.revision)
 
     @property
@@ -56,19 +56,17 @@ class Profile:
 
 
 def read_profiles(table: pa.Table) -> list[Profile]:
-    """Blocks of the checkpoints that are what they say, in an order that does not depend on the table's."""
+    """Blocks of the checkpoints that are not suspect, in an order that does not depend on the table's."""
     kept = pc.field("metric").isin([PROFILE_METRIC, DIMENSION_METRIC]) & pc.field("depth").is_valid()
     for name in ("suspect", "bin", "variant"):
         kept = kept & pc.field(name).is_null()
-    rows = table.filter(kept).select([*_IDENTITY, "key", "site", "depth", "values"]).sort_by("depth")
-    units = group_rows(rows, (*_IDENTITY, "key"))
-    rows = rows.select(["site", "depth", "values"]).take(pa.array(units.order))
+    rows = table.filter(kept).select([*_IDENTITY, "site", "depth", "values"]).sort_by("depth")
+    # `one_setting` left one result file for each checkpoint.
+    checkpoints = group_rows(rows, _IDENTITY)
+    rows = rows.select(["site", "depth", "values"]).take(pa.array(checkpoints.order))
     sites, depths, values = rows["site"].to_pylist(), rows["depth"].to_numpy(), list_matrix(rows["values"])
     batches = pc.list_value_length(rows["values"]).fill_null(0).to_numpy()  # pyright: ignore[reportAttributeAccessIssue]
-    # A checkpoint that was measured more than once counts once: with its most batches.
-    by_batches = sorted(units.slices(), key=lambda unit: (batches[unit[1].start], unit[0][-1]))
-    checkpoints = {identity[:-1]: blocks for identity, blocks in by_batches}
-    ordered = sorted(checkpoints, key=lambda identity: [(part is not None, part) for part in identity])
+    ordered = sorted(checkpoints.slices(), key=lambda found: [(part is not None, part) for part in found[0]])
     return [
         Profile(
             place=identity[:3],
@@ -77,24 +75,26 @@ def read_profiles(table: pa.Table) -> list[Profile]:
             depths=depths[blocks],
             values=values[blocks, : batches[blocks].max()].T,
         )
-        for identity in ordered
-        for blocks in [checkpoints[identity]]
+        for identity, blocks in ordered
     ]
 
 
 def count_suspects(table: pa.Table) -> Counter[str]:
-    """How many checkpoints of each model are known not to be what they say."""
+    """How many checkpoints of each model are suspect: their files are not what their name says."""
     rows = table.filter(pc.field("suspect").is_valid()).select(["model", "stage", "step", "revision"]).to_pylist()
     return Counter(model for model, *_ in {tuple(row.values()) for row in rows})
 
 
-def last_checkpoints(profiles: Iterable[Profile]) -> list[Profile]:
-    """The leading variance of each model at the end of its training."""
-    last: dict[tuple, Profile] = {}
+def last_checkpoints(profiles: Iterable[Profile]) -> list[tuple[Profile, Profile | None]]:
+    """The leading variance of each model at the end of its training, and at step 0 where that is another checkpoint."""
+    trainings: dict[tuple, list[Profile]] = defaultdict(list)
     for profile in sorted(profiles, key=lambda item: item.order):
         if profile.place[0] == PROFILE_METRIC and profile.place[1] in PROFILE_POPULATIONS:
-            last[profile.place, profile.model, profile.stack or ""] = profile
-    return [last[key] for key in sorted(last)]
+            trainings[profile.place, profile.model, profile.stack or ""].append(profile)
+    return [
+        (found[-1], found[0] if found[0].step == 0 and len(found) > 1 else None)
+        for _, found in sorted(trainings.items())
+    ]
 
 
 def finite(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -103,10 +103,25 @@ def finite(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return values[kept], pool_numbers(len(values))[kept]
 
 
+_SEED = re.compile(r"([-_.]?)seed[-_]?\d+", re.IGNORECASE)
+
+
 def family_of(model: str) -> str:
     """The name of a training, whichever of its seeds a model is.
 
     >>> family_of("EleutherAI/pythia-70m-seed3")
     'EleutherAI/pythia-70m-seed*'
     """
-    return re.sub(r"seed[-_]?\d+", "seed*", model, flags=re.IGNORECASE)
+    return _SEED.sub(r"\1seed*", model)
+
+
+def recipe_of(model: str) -> str:
+    """What seeds of one recipe have in common: the name of the model or run without its seed.
+
+    A seed is recognised by `seed`, `seed-` or `seed_` and a number in the name, as live runs, sweeps and hubs name
+    them. Everything else in the name (architecture, size, sampling exponent) makes another recipe.
+
+    >>> recipe_of("EleutherAI/pythia-70m-seed3") == recipe_of("EleutherAI/pythia-70m")
+    True
+    """
+    return _SEED.sub("", model)

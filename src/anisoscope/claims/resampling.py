@@ -1,4 +1,4 @@
-"""The statistics behind the claims: bounds from paired batches, Student's t over models, unimodal fits, Holm.
+"""The statistics behind the claims: bounds from paired batches, Student's t, unimodal fits, several tests at once.
 
 Every interval has two sides at `level`. Every p is twice the one-sided p for its side of a margin, so p ≤ 1 - level
 exactly where the interval lies on that side. Random numbers are drawn afresh from `seed` in each call: what is found
@@ -6,16 +6,17 @@ for one model does not depend on which others are judged with it.
 """
 
 import math
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
-# As the walk pools them (text.py, which the reading wing does not load).
+# As the text pipeline pools them (text.py, which this package does not import).
 POOLED_BATCHES = 4
-# With fewer pools nothing is known of how pools differ.
+# With fewer pools the variance between pools cannot be estimated.
 MIN_POOLS = 3
 # Standard errors; a bootstrap of batches that are nearly all equal can ask for infinitely many.
 _LARGEST_CRITICAL = 30.0
@@ -23,7 +24,7 @@ _LARGEST_CRITICAL = 30.0
 
 @dataclass(frozen=True, kw_only=True)
 class Resampling:
-    """How sure to be, and how hard to try."""
+    """Confidence level, number of bootstrap draws, and their seed."""
 
     level: float = 0.95
     resamples: int = 2000
@@ -57,8 +58,12 @@ class Peak:
     rise: float
     fall: float
     place: int
-    """Which member of the series is highest in the fit."""
+    """Index of the highest member of the fit."""
     place_interval: tuple[int, int]
+    start: int
+    """Index of the early minimum after which the rise is judged; 0 where the series does not begin with a fall."""
+    early_fall: float
+    """How far the fit falls from the first member to the early minimum; 0 where `start` is 0."""
 
 
 def pool_numbers(batches: int, size: int = POOLED_BATCHES) -> np.ndarray:
@@ -88,8 +93,8 @@ def design_effect(centred: np.ndarray, pools: np.ndarray) -> np.ndarray:
 def bound_peak(grid: np.ndarray, pools: np.ndarray, how: Resampling, *, margin: float) -> Bounds:
     """Bounds of  max over k of min over e of θ_ke,  from its contrasts in each batch (n, K, E).
 
-    A bell asks for the best of its blocks (k) over both ends (e); flatness for the largest of all differences (one e);
-    a thing that must be true in several ways for the smallest of them (one k). One bound serves them all:
+    A bell needs the best of its blocks (k) over both ends (e); flatness the largest of all differences (one e);
+    a claim with several conditions the smallest of them (one k). One bound serves them all:
 
         low  = max_k min_e  θ̂_ke - c_e s_ke        high = max_k min_e  θ̂_ke + c_k s_ke
 
@@ -98,8 +103,8 @@ def bound_peak(grid: np.ndarray, pools: np.ndarray, how: Resampling, *, margin: 
     flatters it; but only the lowest e counts, so e needs no correction. c_k is the quantile of max over e of -t: a
     bound from above fails only if it fails at the true best k.
 
-    s has only as many degrees of freedom as there are pools less one, and the bootstrap, which deals batches singly,
-    cannot know that. So c is moved to Student's t with those degrees of freedom (`_critical`), and is never
+    s has only as many degrees of freedom as there are pools less one, and the bootstrap, which draws single batches,
+    does not account for that. So c is moved to Student's t with those degrees of freedom (`_critical`), and is never
     smaller than Student's own. Tails beyond c are Student's: p = (1 - level) F̄(t) / F̄(c).
     """
     estimate = grid.mean(0)
@@ -202,8 +207,10 @@ def student(values: Sequence[float] | np.ndarray, *, margin: float, level: float
     return _interval(float(values.mean()), variance, len(values) - 1, margin, level)
 
 
-def welch(first: Sequence[float], second: Sequence[float], *, level: float) -> Bounds:
+def welch(first: Sequence[float], second: Sequence[float], *, level: float, margin: float = 0.0) -> Bounds:
     """Welch's interval for the difference of two means whose variances may differ.
+
+    p_above is for a difference above `margin`, p_below for one below -`margin`.
 
     x̄ - ȳ ± t √(s²_x/n + s²_y/m),  t with min(n, m) - 1 degrees of freedom. Welch's own are more, and too many for
     3 models against 8: p ≤ .05 then came in 7 to 9 % of nulls.
@@ -213,13 +220,16 @@ def welch(first: Sequence[float], second: Sequence[float], *, level: float) -> B
     if min(map(len, groups)) < 2:
         return Bounds(effect=effect)
     variance = sum(float(values.var(ddof=1)) / len(values) for values in groups)
-    return _interval(effect, variance, min(map(len, groups)) - 1, 0.0, level)
+    return _interval(effect, variance, min(map(len, groups)) - 1, margin, level, other=-margin)
 
 
-def _interval(effect: float, variance: float, freedom: int, margin: float, level: float) -> Bounds:
+def _interval(
+    effect: float, variance: float, freedom: int, margin: float, level: float, *, other: float | None = None
+) -> Bounds:
     error = math.sqrt(variance)
     reach = error * float(_beyond((1 - level) / 2, freedom))
-    above, below = (_errors_off(distance, error) for distance in (effect - margin, margin - effect))
+    lower = margin if other is None else other
+    above, below = (_errors_off(distance, error) for distance in (effect - margin, lower - effect))
     return Bounds(
         effect=effect,
         low=effect - reach,
@@ -229,22 +239,34 @@ def _interval(effect: float, variance: float, freedom: int, margin: float, level
     )
 
 
-def holm(p_values: Sequence[float]) -> list[float]:
-    """Holm's adjusted p: the k-th smallest of m times m - k + 1, never below the one before; NaN is left out.
+def holm(p_values: Sequence[float], hypotheses: Sequence[Hashable] | None = None) -> list[float]:
+    """Holm's adjusted p, where tests that repeat one hypothesis share its weight; NaN is left out.
+
+    Weighted Holm (Holm 1979): a test that is one of n for its hypothesis has weight w = 1/n. In the order of p/w,
+
+        adjusted_k = max over j ≤ k of  p_j / w_j · Σ of the weights from j on
+
+    Without repeats that is the k-th smallest of m times m - k + 1. With them m counts hypotheses, so repeats of one
+    do not burden another, and inside a hypothesis they cost what Bonferroni's correction costs.
 
     >>> holm([0.01, float("nan"), 0.04, 0.03])
     [0.03, nan, 0.06, 0.06]
+    >>> holm([0.01, 0.02, 0.04], ["a", "a", "b"])
+    [0.04, 0.06, 0.06]
     """
-    adjusted, largest = [math.nan] * len(p_values), 0.0
-    known = sorted((p, place) for place, p in enumerate(p_values) if not math.isnan(p))
-    for rank, (p, place) in enumerate(known):
-        largest = max(largest, min(1.0, (len(known) - rank) * p))
+    names = list(range(len(p_values)) if hypotheses is None else hypotheses)
+    tests = Counter(name for name, p in zip(names, p_values, strict=True) if not math.isnan(p))
+    known = sorted((p * tests[names[place]], place) for place, p in enumerate(p_values) if not math.isnan(p))
+    adjusted, largest, left = [math.nan] * len(p_values), 0.0, float(len(tests))
+    for weighted, place in known:
+        largest = max(largest, min(1.0, left * weighted))
         adjusted[place] = largest
+        left -= 1 / tests[names[place]]
     return adjusted
 
 
 def benjamini_hochberg(p_values: Sequence[float]) -> list[float]:
-    """Adjusted p: the smallest rate of false discoveries at which each would be one; NaN is left out.
+    """Adjusted p: the smallest false discovery rate at which each would be rejected; NaN is left out.
 
     >>> benjamini_hochberg([0.01, float("nan"), 0.04, 0.03])
     [0.03, nan, 0.04, 0.04]
@@ -257,8 +279,59 @@ def benjamini_hochberg(p_values: Sequence[float]) -> list[float]:
     return adjusted
 
 
+def false_discovery_rate(p_values: Sequence[float], hypotheses: Sequence[Hashable], *, level: float) -> list[float]:
+    """Adjusted p of tests, several of which may repeat one hypothesis (Benjamini and Bogomolov 2014).
+
+    The tests of one hypothesis become one p by Simes' rule, and hypotheses are adjusted by Benjamini and Hochberg: a
+    hypothesis counts once, however often it was tested. With R of m hypotheses rejected at 1 - level, a single test
+    is adjusted among those of its hypothesis and multiplied by m / R; it is never below its hypothesis.
+
+    >>> false_discovery_rate([0.001, 0.001, 0.001, 0.04], ["a", "a", "a", "b"], level=0.95)
+    [0.002, 0.002, 0.002, 0.04]
+    """
+    tests: dict[Hashable, list[int]] = defaultdict(list)
+    for place, (p, name) in enumerate(zip(p_values, hypotheses, strict=True)):
+        if not math.isnan(p):
+            tests[name].append(place)
+    whole = benjamini_hochberg([simes([p_values[place] for place in places]) for places in tests.values()])
+    rejected = max(1, sum(p <= 1 - level for p in whole))
+    adjusted = [math.nan] * len(p_values)
+    for of_hypothesis, places in zip(whole, tests.values(), strict=True):
+        inside = benjamini_hochberg([p_values[place] for place in places])
+        for place, p in zip(places, inside, strict=True):
+            adjusted[place] = min(1.0, max(of_hypothesis, p * len(tests) / rejected))
+    return adjusted
+
+
+def simes(p_values: Sequence[float]) -> float:
+    """One p for the hypothesis that no test has an effect: the smallest of m p₍ₖ₎ / k; NaN where there is no test.
+
+    >>> simes([0.04, 0.01, 0.5])
+    0.03
+    """
+    known = sorted(p for p in p_values if not math.isnan(p))
+    return min((len(known) * p / (k + 1) for k, p in enumerate(known)), default=math.nan)
+
+
+def most(p_values: Sequence[float]) -> float:
+    """p for the statement that more than half of the tests have an effect (Benjamini and Heller 2008).
+
+    Partial conjunction: with n tests and u = ⌊n/2⌋ + 1, the u - 1 smallest p could belong to true effects without the
+    statement being true, so only the others count, by Simes' rule:
+
+        p = min over k ≥ u of  (n - u + 1) / (k - u + 1) · p₍ₖ₎
+
+    A test without a p counts as one without an effect.
+
+    >>> most([0.005, 0.005, 0.005, 0.6]), most([0.005, 0.005, 0.6, 0.6])
+    (0.01, 0.6)
+    """
+    known = sorted(1.0 if math.isnan(p) else p for p in p_values)
+    return simes(known[len(known) // 2 :]) if len(known) else math.nan
+
+
 def held_out_peak(halves: Sequence[np.ndarray], candidates: np.ndarray, rivals: np.ndarray) -> float:
-    """Height of the highest candidate over the higher rival, without the flattery of choosing and measuring at once.
+    """Height of the highest candidate over the higher rival, unbiased by the choice of the candidate.
 
     The candidate is chosen on the mean of one half and its height read from the other; the two ways are averaged.
     """
@@ -270,7 +343,9 @@ def held_out_peak(halves: Sequence[np.ndarray], candidates: np.ndarray, rivals: 
     return sum(heights) / 2
 
 
-def bound_rise_and_fall(values: np.ndarray, pools: np.ndarray, how: Resampling) -> Peak:
+def bound_rise_and_fall(
+    values: np.ndarray, pools: np.ndarray, how: Resampling, *, last_start: int = 0, least_fall: float = 0.0
+) -> Peak:
     """Does a series (batches, steps) rise and then fall? Unimodal against both monotone fits.
 
     With RSS the squared residuals of the mean series from its best rising, falling and unimodal fit, and s the standard
@@ -280,8 +355,13 @@ def bound_rise_and_fall(values: np.ndarray, pools: np.ndarray, how: Resampling) 
 
     A flat series is the monotone one that looks unimodal most often. So p of each part is read from flat series, and
     the larger is taken: both monotone shapes must be refuted. (p is not doubled: there is no other side.) A flat series
-    is what pools do, each times a normal number (a wild bootstrap), with an s of its own; pools move neighbouring
-    steps together, and single batches would hide that. With fewer than 3 pools it is what batches do.
+    is drawn from the differences between pools, each times a normal number (a wild bootstrap), with an s of its own;
+    pools move neighbouring steps together, and single batches would hide that. With fewer than 3 pools batches are
+    used instead.
+
+    With `last_start` the series may begin with a fall of at least `least_fall` that ends at that index or before; the
+    fit with the smallest residuals says where, and all of the above is of the series from there on. The flat series
+    choose their start in the same way, so the choice is in p.
 
     The effect is the smaller of the fit's rise and fall; its interval and the peak's are quantiles over series moved
     likewise, and begin at no rise or fall where p is above 1 - level.
@@ -302,7 +382,7 @@ def bound_rise_and_fall(values: np.ndarray, pools: np.ndarray, how: Resampling) 
     moved = signs * sizes / batches @ moves
     between = (signs**2 * sizes @ moves**2 - batches * moved**2).mean(1) / freedom
     spread = np.sqrt(np.maximum(0.0, between) / batches)
-    fit, flat = _fit_unimodal(series[None, :]), _fit_unimodal(moved)
+    fit, flat = fit_after_fall(series[None, :], last_start, least_fall), fit_after_fall(moved, last_start, 0.0)
     p = 0.0
     for gain, flat_gains in ((fit.over_rising, flat.over_rising), (fit.over_falling, flat.over_falling)):
         draws = np.divide(np.sqrt(flat_gains), spread, out=np.zeros_like(spread), where=spread > 0)
@@ -311,7 +391,8 @@ def bound_rise_and_fall(values: np.ndarray, pools: np.ndarray, how: Resampling) 
 
     # As far as s says, and as Student's t is wider than the normal numbers.
     scale = error / math.sqrt((moved**2).mean()) if error else 0.0
-    again = _fit_unimodal(series + scale * float(_beyond(tail / 2, freedom) / _beyond(tail / 2, 1e9)) * moved)
+    wider = scale * float(_beyond(tail / 2, freedom) / _beyond(tail / 2, 1e9))
+    again = fit_after_fall(series + wider * moved, last_start, least_fall)
     low, high = np.quantile(np.minimum(again.rise, again.fall), (tail / 2, 1 - tail / 2))
     first, last = np.quantile(again.place, (tail / 2, 1 - tail / 2), method="nearest")
     rise, fall = float(fit.rise[0]), float(fit.fall[0])
@@ -323,11 +404,13 @@ def bound_rise_and_fall(values: np.ndarray, pools: np.ndarray, how: Resampling) 
         fall=fall,
         place=int(fit.place[0]),
         place_interval=(int(first), int(last)),
+        start=int(fit.start[0]),
+        early_fall=float(fit.early_fall[0]),
     )
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Unimodal:
+class Unimodal:
     """Best unimodal fits of many series: how much better than monotone ones, where they peak, rise and fall."""
 
     over_rising: np.ndarray
@@ -335,18 +418,66 @@ class _Unimodal:
     place: np.ndarray
     rise: np.ndarray
     fall: np.ndarray
+    first: np.ndarray
+    """Fitted value at the start."""
+    error: np.ndarray
+    """Squared residuals."""
+    start: np.ndarray
+    """Index at which the unimodal part starts."""
+    early_fall: np.ndarray
+    """Fall before the start."""
 
 
-def _fit_unimodal(series: np.ndarray) -> _Unimodal:
-    """Each row's best split into a rising part and a falling part, either of which may be empty."""
+def fit_after_fall(series: np.ndarray, last_start: int, least_fall: float) -> Unimodal:
+    """Each row's best fit that may fall first, then rises, then falls; the early fall ends at `last_start` or before.
+
+    The start is where the residuals of the falling part and of the unimodal part are smallest together. A row whose
+    early fall is less than `least_fall` is fitted from its first member on.
+    """
     rows, length = series.shape
+    # All parts in one call: the series from each possible start on (what stands beyond its end is not read), backwards
+    # for the falling part after the peak, and negated for the early fall.
+    shifted = [np.hstack([series[:, start:], series[:, :start]]) for start in range(last_start + 1)]
+    parts = rising_prefixes(np.vstack([*shifted, series[:, ::-1], -series]))
+    after_peak = [part[-2 * rows : -rows, ::-1] for part in parts]
+    fits = []
+    for start in range(last_start + 1):
+        left = [part[start * rows : (start + 1) * rows, : length - start] for part in parts]
+        fits.append(_join(left, [part[:, start:] for part in after_peak]))
+    if not last_start:
+        return fits[0]
+    falling = [part[-rows:] for part in parts]
+    errors = np.stack([fit.error + (falling[0][:, start - 1] if start else 0.0) for start, fit in enumerate(fits)])
+    start = errors.argmin(0)
     everyone = np.arange(rows)
-    fits = rising_prefixes(np.vstack([series, series[:, ::-1]]))
-    left, right = [part[:rows] for part in fits], [part[rows:, ::-1] for part in fits]
+    first = np.stack([fit.first for fit in fits])[start, everyone]
+    early_fall = np.where(start > 0, -falling[1][everyone, start - 1] - first, 0.0)
+    start = np.where(early_fall >= least_fall, start, 0)
+
+    def chosen(name: str) -> np.ndarray:
+        return np.stack([getattr(fit, name) for fit in fits])[start, everyone]
+
+    names = ("over_rising", "over_falling", "rise", "fall", "first", "error")
+    return Unimodal(
+        **{name: chosen(name) for name in names},
+        place=chosen("place") + start,
+        start=start,
+        early_fall=np.where(start > 0, early_fall, 0.0),
+    )
+
+
+def _join(left: Sequence[np.ndarray], right: Sequence[np.ndarray]) -> Unimodal:
+    """Each row's best split into a rising part and a falling part, either of which may be empty.
+
+    `left` is of the rising fits to its prefixes and `right` of the falling fits to its suffixes: residuals, the value
+    at the outer end, the value at the inner end.
+    """
+    rows, length = left[0].shape
+    everyone = np.arange(rows)
     nothing = np.zeros((rows, 1))
     errors = np.hstack([nothing, left[0]]) + np.hstack([right[0], nothing])
     split = errors.argmin(1)
-    # What an empty part would say of its end is never higher than the other part's end.
+    # The end of an empty part is set to -inf, so that the other part's end is the peak.
     below = np.full((rows, 1), -np.inf)
     left_top = np.hstack([below, left[2]])[everyone, split]
     right_top = np.hstack([right[2], below])[everyone, split]
@@ -354,12 +485,16 @@ def _fit_unimodal(series: np.ndarray) -> _Unimodal:
     start = np.where(split > 0, left[1][everyone, np.maximum(split - 1, 0)], peak)
     end = np.where(split < length, right[1][everyone, np.minimum(split, length - 1)], peak)
     best = errors[everyone, split]
-    return _Unimodal(
+    return Unimodal(
         over_rising=np.maximum(0.0, errors[:, -1] - best),
         over_falling=np.maximum(0.0, errors[:, 0] - best),
         place=np.where(left_top >= right_top, split - 1, split),
         rise=peak - start,
         fall=peak - end,
+        first=start,
+        error=best,
+        start=np.zeros(rows, int),
+        early_fall=np.zeros(rows),
     )
 
 
@@ -395,18 +530,27 @@ def rising_prefixes(series: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndar
     return errors[1:].T, firsts[1:].T, means[1:].T
 
 
-def rise_and_fall_elsewhere(series: np.ndarray, others: np.ndarray) -> float:
-    """The smaller of rise and fall of one series, between the levels that the unimodal fit of others names.
+def rise_and_fall_elsewhere(
+    series: np.ndarray, others: np.ndarray, *, last_start: int = 0, least_fall: float = 0.0
+) -> np.ndarray:
+    """The smaller of rise and fall of each row, between the levels that the fit of its row of `others` chooses.
 
-    Nothing is chosen on the series itself, so a monotone one reads 0 or less on average, however rough it is.
+    Start, peak and levels are all chosen on the others, so a monotone series reads 0 or less on average, however rough.
     """
+    fit = fit_after_fall(others, last_start, least_fall)
+    return np.array(
+        [_rise_and_fall(*found) for found in zip(series, others, fit.start.tolist(), fit.place.tolist(), strict=True)]
+    )
+
+
+def _rise_and_fall(series: np.ndarray, others: np.ndarray, start: int, peak: int) -> float:
     from scipy.optimize import isotonic_regression
 
-    peak = int(_fit_unimodal(others[None, :]).place[0])
+    series, others, peak = series[start:], others[start:], peak - start
     rising = isotonic_regression(others[: peak + 1]).x
     falling = isotonic_regression(others[peak:], increasing=False).x
-    start = series[: peak + 1][rising == rising[0]].mean()
+    first = series[: peak + 1][rising == rising[0]].mean()
     end = series[peak:][falling == falling[-1]].mean()
     top = [*np.flatnonzero(rising == rising[-1]), *(peak + np.flatnonzero(falling == falling[0]))]
     highest = series[np.unique(top)].mean()
-    return float(min(highest - start, highest - end))
+    return float(min(highest - first, highest - end))

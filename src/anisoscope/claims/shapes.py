@@ -1,38 +1,59 @@
-"""Claims about the profile of a model over its blocks, and about kinds of models."""
+"""Claims about the profile of a model over its blocks, and about encoders and decoders."""
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 
-from anisoscope.claims.findings import Finding, Subject, bound, counted, number, on_side, open_questions, ordered_pairs
-from anisoscope.claims.profiles import Profile, family_of, finite
+from anisoscope.claims.catalogue import CLAIMS
+from anisoscope.claims.findings import (
+    KINDS,
+    WEIGHTS,
+    Finding,
+    Subject,
+    bound,
+    counted,
+    either,
+    number,
+    on_side,
+    ordered_pairs,
+    too_few,
+)
+from anisoscope.claims.profiles import Profile, finite, recipe_of
 from anisoscope.claims.resampling import Bounds, Resampling, held_out_peak, student, welch
 
-BELL_MARGIN = 0.05
-FLAT_MARGIN = 0.1
+BELL_MARGIN = CLAIMS["bell"].smallest_effect
+FLAT_MARGIN = CLAIMS["flat"].smallest_effect
+DIFFERENCE = CLAIMS["encoders and decoders differ"].smallest_effect
 INSIDE = (0.2, 0.8)
 MIN_MODELS = 3
 
 
-def judge_profile(profile: Profile, how: Resampling) -> Iterator[tuple[Subject, Finding]]:
-    """Is it a bell, is it flat?"""
+def judge_profile(
+    profile: Profile, how: Resampling, untrained: Profile | None = None
+) -> Iterator[tuple[Subject, Finding]]:
+    """Is it a bell, is it flat, and was it so before training?"""
     values, pools = finite(profile.values)
-    notes = open_questions(pools)
+    missing = profile.lacks or too_few(pools)
     subject = Subject(
         name=profile.model,
         models=(profile.model,),
         place=profile.place,
         variant=profile.stack,
+        question=(profile.stack,),
         replicates=len(values),
         unit="batch",
-        notes=() if profile.lacks else notes,
+        of=WEIGHTS,
     )
     for claim, test in (("bell", bell), ("flat", flat)):
-        finding = Finding(claim=claim, says=profile.lacks) if profile.lacks else test(profile, how)
-        yield subject, replace(finding, supported=None) if notes else finding
+        finding = Finding(claim=claim, says="no shape can be read") if profile.lacks else test(profile, how)
+        if missing:
+            finding = replace(finding, supported=None, decides=False, reason=missing)
+        elif untrained is not None and not untrained.lacks and not too_few(finite(untrained.values)[1]):
+            finding = replace(finding, at_start=test(untrained, how).supported is True)
+        yield subject, finding
 
 
 def _inside(depths: np.ndarray) -> np.ndarray:
@@ -60,10 +81,14 @@ def bell(profile: Profile, how: Resampling) -> Finding:
     return Finding(
         claim="bell",
         supported=supported,
+        reason=f"the interval includes {BELL_MARGIN:g}"
+        if highest in inside
+        else "the highest block is outside, but not reliably",
         effect=height.effect,
         interval=height.interval,
         # A peak elsewhere is no evidence for a bell, however high the middle.
         p=height.p_above if highest in inside or math.isnan(height.p_above) else 1.0,
+        p_against=either(height.p_below, beside.p_above),
         says=f"the highest block is at depth {depth:.2f}, and the best at depth .2 to .8 is {number(height.effect)} "
         "above the higher end",
         details={"peak_depth": depth, "peak": float(values.mean(0)[highest])},
@@ -78,10 +103,12 @@ def flat(profile: Profile, how: Resampling) -> Finding:
     return Finding(
         claim="flat",
         supported=on_side(span, FLAT_MARGIN, above=False),
+        reason=f"the interval includes {FLAT_MARGIN:g}",
         effect=span.effect,
         # NaN, where there is no interval, stays NaN.
         interval=(0.0 if span.low < 0 else span.low, span.high),
         p=span.p_below,
+        p_against=span.p_above,
         says=f"the highest and the lowest block differ by {number(span.effect)}",
         details={"highest": float(values.mean(0).max()), "lowest": float(values.mean(0).min())},
     )
@@ -94,57 +121,105 @@ def judge_kinds(last: Sequence[Profile], how: Resampling) -> Iterator[tuple[Subj
         encoders = [item for item in usable if item.place == place and item.kind == "encoder"]
         decoders = [item for item in usable if item.place == place and item.kind == "decoder"]
         if decoders:
-            found = student(_by_model(decoders, _height), margin=BELL_MARGIN, level=how.level)
-            side = on_side(found, BELL_MARGIN, above=True)
-            says = f"the peak inside is {number(found.effect)} above the higher end on average"
-            yield _kind("decoders are bells", side, found, found.p_above, says, decoders=decoders)
+            found = student(_by_recipe(decoders, _height), margin=BELL_MARGIN, level=how.level)
+            yield _kind(
+                Finding(
+                    claim="decoders are bells",
+                    supported=on_side(found, BELL_MARGIN, above=True),
+                    p=found.p_above,
+                    p_against=found.p_below,
+                    says=f"the peak inside is {number(found.effect)} above the higher end on average",
+                ),
+                found,
+                decoders=decoders,
+            )
         if encoders:
-            found = student(_by_model(encoders, _range), margin=FLAT_MARGIN, level=how.level)
-            side = on_side(found, FLAT_MARGIN, above=False)
-            says = f"the highest and the lowest block differ by {number(found.effect)} on average"
-            yield _kind("encoders are flat", side, found, found.p_below, says, encoders=encoders)
+            found = student(_by_recipe(encoders, _range), margin=FLAT_MARGIN, level=how.level)
+            yield _kind(
+                Finding(
+                    claim="encoders are flat",
+                    supported=on_side(found, FLAT_MARGIN, above=False),
+                    p=found.p_below,
+                    p_against=found.p_above,
+                    says=f"the highest and the lowest block differ by {number(found.effect)} on average",
+                ),
+                found,
+                encoders=encoders,
+            )
         if encoders and decoders:
-            found = welch(_by_model(decoders, _height), _by_model(encoders, _height), level=how.level)
-            # No test shows that two things are the same: it holds or cannot be told.
-            side = found.low > 0 or found.high < 0 or None
-            says = f"the peak inside is {number(found.effect)} higher in decoders than in encoders"
-            p = min(found.p_above, found.p_below)
-            yield _kind("encoders and decoders differ", side, found, p, says, encoders=encoders, decoders=decoders)
+            heights = [list(_by_recipe(models, _height)) for models in (decoders, encoders)]
+            found = welch(heights[0], heights[1], level=how.level, margin=DIFFERENCE)
+            yield _kind(
+                Finding(
+                    claim="encoders and decoders differ",
+                    # No test shows that two things are the same: it holds or is inconclusive.
+                    supported=found.low > DIFFERENCE or found.high < -DIFFERENCE or None,
+                    p=min(found.p_above, found.p_below),
+                    says=f"the peak inside is {number(found.effect)} higher in decoders than in encoders",
+                ),
+                found,
+                encoders=encoders,
+                decoders=decoders,
+            )
 
 
-def _kind(
-    claim: str, side: bool | None, found: Bounds, p: float, says: str, **kinds: list[Profile]
-) -> tuple[Subject, Finding]:
-    counts = {kind: len({family_of(item.model) for item in members}) for kind, members in kinds.items()}
-    missing = " and ".join(
-        counted(MIN_MODELS - count, kind[:-1]) for kind, count in counts.items() if count < MIN_MODELS
-    )
-    subject = Subject(
-        name=" and ".join(kinds),
-        models=tuple(sorted({item.model for members in kinds.values() for item in members})),
+def _kind(finding: Finding, found: Bounds, **kinds: list[Profile]) -> tuple[Subject, Finding]:
+    counts = {kind: len({recipe_of(item.model) for item in members}) for kind, members in kinds.items()}
+    subject = kinds_subject(
+        {kind: [item.model for item in members] for kind, members in kinds.items()},
         place=next(iter(kinds.values()))[0].place,
-        variant=None,
-        replicates=sum(counts.values()),
-        unit="model",
-        notes=(f"a claim about a kind needs {MIN_MODELS} models of it, and lacks {missing}",) if missing else (),
     )
-    return subject, Finding(
-        claim=claim,
-        supported=None if missing else side,
+    missing = missing_recipes(counts)
+    return subject, replace(
+        finding,
+        supported=None if missing else finding.supported,
+        decides=not missing,
+        reason=missing or f"the interval includes {finding.declared.smallest_effect:g} or less",
         effect=found.effect,
         interval=found.interval,
-        p=p,
-        says=says,
         details={kind: float(count) for kind, count in counts.items()},
     )
 
 
-def _by_model(profiles: Iterable[Profile], statistic: Callable[[Profile], float]) -> list[float]:
-    """One number a model; seeds of one training are one model, and give their mean."""
-    families: dict[str, list[float]] = defaultdict(list)
-    for profile in profiles:
-        families[family_of(profile.model)].append(statistic(profile))
-    return [sum(values) / len(values) for values in families.values()]
+def kinds_subject(
+    models: Mapping[str, Sequence[str]],
+    *,
+    place: tuple[str, str, str],
+    variant: str | None = None,
+    question: tuple[str | None, ...] = (),
+) -> Subject:
+    """Encoders, decoders or both, as what a finding is about: recipes are counted, not their seeds."""
+    return Subject(
+        name=" and ".join(models),
+        models=tuple(sorted({name for names in models.values() for name in names})),
+        place=place,
+        variant=variant,
+        question=question,
+        replicates=sum(len({recipe_of(name) for name in names}) for names in models.values()),
+        unit="model",
+        of=KINDS,
+    )
+
+
+def missing_recipes(counts: Mapping[str, int]) -> str:
+    """What a claim about kinds lacks; empty where there are enough recipes of each."""
+    missing = [counted(MIN_MODELS - count, kind[:-1]) for kind, count in counts.items() if count < MIN_MODELS]
+    if not missing:
+        return ""
+    needed = f"a claim about a kind needs {MIN_MODELS} models of it, and lacks {' and '.join(missing)}"
+    return f"{needed}; seeds of one recipe count as one model"
+
+
+def by_recipe(values: Iterable[tuple[str, float]]) -> list[float]:
+    """One number a recipe: the mean over its seeds."""
+    recipes: dict[str, list[float]] = defaultdict(list)
+    for model, value in values:
+        recipes[recipe_of(model)].append(value)
+    return [sum(found) / len(found) for found in recipes.values()]
+
+
+def _by_recipe(profiles: Iterable[Profile], statistic: Callable[[Profile], float]) -> list[float]:
+    return by_recipe((profile.model, statistic(profile)) for profile in profiles)
 
 
 def _height(profile: Profile) -> float:
@@ -156,5 +231,5 @@ def _height(profile: Profile) -> float:
 
 
 def _range(profile: Profile) -> float:
-    """Highest less lowest block; noise only makes it larger, which flatness must bear."""
+    """Highest less lowest block; noise only makes it larger, so flatness is harder to show."""
     return float(np.ptp(finite(profile.values)[0].mean(0)))

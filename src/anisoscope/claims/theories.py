@@ -1,4 +1,4 @@
-"""What three older accounts of anisotropy predict of a training, one number a checkpoint, tested over seeds.
+"""What three older theories of anisotropy predict of a training: one number a checkpoint, tested over seeds.
 
 rows drift together             common_drift: rows of the output embedding move against the mean state (Biś 2021)
 centring restores isotropy      I(W) of the output embedding is higher when centred, at the end (Biś 2021)
@@ -6,7 +6,7 @@ rare rows drift farther         rare_drift above 1 (Gao 2019)
 states move into a cone         hull_margin, less that of the states with random signs, grows (Gao 2019)
 queries and keys drift          query_drift and key_drift grow (Godey 2024)
 attention sharpens              attention_entropy falls (Godey 2024)
-states become anisotropic       mean_cosine of the final states grows: what all of them set out to explain
+states become anisotropic       mean_cosine of the final states grows: what all of them explain
 """
 
 from collections import defaultdict
@@ -19,29 +19,31 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from anisoscope.claims.catalogue import CLAIMS
 from anisoscope.claims.findings import Finding, Subject, number, on_side
 from anisoscope.claims.resampling import Bounds, Resampling, student
-from anisoscope.claims.trainings import Series, growth_of, judge_seeds_or_runs, seeds_together
-
-GROWTH = 0.05
+from anisoscope.claims.trainings import Series, growth_of, judge_seeds_or_runs, seeds_together, step_mean
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """A number that a theory says something about."""
+    """A number about which a theory makes a prediction: that it is above the claim's smallest effect."""
 
     claim: str
     metrics: tuple[str, ...]
     sites: str
     """A glob."""
     population: str
-    margin: float
-    """The theory says: above it."""
     value: Callable[[dict[str, Any]], float] = lambda row: _plain(row, row["value"])
-    """What a row of the table adds to the mean over rows of its checkpoint; NaN where it is not meant."""
-    read: Callable[[np.ndarray], np.ndarray]
-    """One number for each row of a series (rows, steps)."""
+    """What a row of the table adds to the mean over rows of its checkpoint; NaN for rows that do not count."""
+    read: Callable[[np.ndarray, np.ndarray], np.ndarray]
+    """One number for each row of a series (rows, steps), from the series and its steps."""
     says: str
+
+    @property
+    def margin(self) -> float:
+        """The smallest effect that counts."""
+        return CLAIMS[self.claim].smallest_effect
 
 
 def _plain(row: dict[str, Any], value: float) -> float:
@@ -49,20 +51,16 @@ def _plain(row: dict[str, Any], value: float) -> float:
     return value if row["variant"] is None else np.nan
 
 
-def _since_start(series: np.ndarray) -> np.ndarray:
+def _since_start(series: np.ndarray, steps: np.ndarray) -> np.ndarray:
     return series[:, -1] - series[:, 0]
 
 
-def _last(series: np.ndarray) -> np.ndarray:
+def _last(series: np.ndarray, steps: np.ndarray) -> np.ndarray:
     return series[:, -1]
 
 
-def _mean(series: np.ndarray) -> np.ndarray:
-    return series.mean(1)
-
-
-def _growth(series: np.ndarray) -> np.ndarray:
-    return growth_of(series)[0]
+def _growth(series: np.ndarray, steps: np.ndarray) -> np.ndarray:
+    return growth_of(series, steps)[0]
 
 
 def _gain_by_centring(row: dict[str, Any]) -> float:
@@ -76,17 +74,15 @@ PREDICTIONS = (
         metrics=("common_drift",),
         sites="unembed.weight",
         population="rows",
-        margin=0.0,
         value=lambda row: row["value"],
-        read=_mean,
-        says="the cosine of the rows' mean update with minus the mean state is {effect} on average over intervals",
+        read=step_mean,
+        says="the cosine of the rows' mean update with minus the mean state is {effect} on average over training steps",
     ),
     Prediction(
         claim="centring restores isotropy",
         metrics=("partition_isotropy",),
         sites="unembed.weight",
         population="rows",
-        margin=GROWTH,
         value=_gain_by_centring,
         read=_last,
         says="centring the output embedding changes I(W) by {effect} at the end",
@@ -96,17 +92,15 @@ PREDICTIONS = (
         metrics=("rare_drift",),
         sites="unembed.weight",
         population="rows",
-        margin=0.0,
         value=lambda row: float(np.log(row["value"])),
-        read=_mean,
-        says="the logarithm of how far rare rows move over frequent ones is {effect} on average over intervals",
+        read=step_mean,
+        says="the logarithm of how far rare rows move over frequent ones is {effect} on average over training steps",
     ),
     Prediction(
         claim="states move into a cone",
         metrics=("hull_margin",),
         sites="final_norm",
         population="all",
-        margin=0.0,
         value=lambda row: _plain(row, row["value"] - row["null"]),
         # Untrained states have a margin too: only what training adds speaks for the theory.
         read=_since_start,
@@ -117,19 +111,18 @@ PREDICTIONS = (
         metrics=("query_drift", "key_drift"),
         sites="block.*",
         population="all",
-        margin=GROWTH,
         read=_growth,
-        says="from the first checkpoint to the last quarter the drift of queries and keys grows by {effect}",
+        says="from the first checkpoint to the last quarter of the steps the drift of queries and keys grows by "
+        "{effect}",
     ),
     Prediction(
         claim="attention sharpens",
         metrics=("attention_entropy",),
         sites="block.*",
         population="all",
-        margin=GROWTH,
         value=lambda row: _plain(row, -row["value"]),
         read=_growth,
-        says="from the first checkpoint to the last quarter the entropy of attention falls by {effect}",
+        says="from the first checkpoint to the last quarter of the steps the entropy of attention falls by {effect}",
     ),
     *(
         Prediction(
@@ -137,9 +130,9 @@ PREDICTIONS = (
             metrics=("mean_cosine",),
             sites="final_norm",
             population=population,
-            margin=GROWTH,
             read=_growth,
-            says="from the first checkpoint to the last quarter the mean cosine of the final states grows by {effect}",
+            says="from the first checkpoint to the last quarter of the steps the mean cosine of the final states grows "
+            "by {effect}",
         )
         for population in ("all", "typical")
     ),
@@ -147,7 +140,7 @@ PREDICTIONS = (
 
 
 def judge_theories(table: pa.Table, how: Resampling) -> Iterator[tuple[Subject, Finding]]:
-    """Every prediction that the table can speak to; what the theories explain, only where one of them was tested."""
+    """Every prediction the table has numbers for; anisotropy itself only where one of the theories was tested."""
     found = [(theory, series) for theory in PREDICTIONS if (series := _read(table, theory))]
     if all(theory.metrics == ("mean_cosine",) for theory, _ in found):
         return
@@ -163,24 +156,27 @@ class _RunReader:
     theory: Prediction
 
     def __call__(self, one: Series, how: Resampling) -> Finding:
-        return _found(self.theory, Bounds(effect=float(self.theory.read(one.values)[0])))
+        return _found(self.theory, Bounds(effect=float(self.theory.read(one.values, one.steps)[0])))
 
 
 @dataclass(frozen=True)
 class _SeedReader:
     theory: Prediction
 
-    def __call__(self, series: np.ndarray, how: Resampling) -> Finding:
-        return _found(self.theory, student(self.theory.read(series), margin=self.theory.margin, level=how.level))
+    def __call__(self, seeds: Series, how: Resampling) -> Finding:
+        read = self.theory.read(seeds.values, seeds.steps)
+        return _found(self.theory, student(read, margin=self.theory.margin, level=how.level))
 
 
 def _found(theory: Prediction, bounds: Bounds) -> Finding:
     return Finding(
         claim=theory.claim,
         supported=on_side(bounds, theory.margin, above=True),
+        reason=f"the interval includes {theory.margin:g}",
         effect=bounds.effect,
         interval=bounds.interval,
         p=bounds.p_above,
+        p_against=bounds.p_below,
         says=theory.says.format(effect=number(bounds.effect)),
     )
 
@@ -198,7 +194,6 @@ def _read(table: pa.Table, theory: Prediction) -> list[Series]:
     checkpoints: dict[tuple, dict[tuple, float]] = defaultdict(dict)
     for row in table.filter(kept).select(columns).sort_by([("key", "ascending")]).to_pylist():
         identity, place = tuple(row[name] for name in _IDENTITY), (row["site"], row["metric"], row["variant"])
-        # A checkpoint that was measured more than once counts once.
         checkpoints[identity][place] = theory.value(row)
     runs: dict[tuple, dict[int, float]] = defaultdict(dict)
     for (*run, step), values in checkpoints.items():
@@ -216,6 +211,7 @@ def _series(theory: Prediction, run: Sequence[Any], values: dict[int, float]) ->
         place=("+".join(theory.metrics), theory.population, corpus),
         model=model,
         variant=", ".join(part for part in (stack, stage) if part) or None,
+        question=(stack, stage),
         steps=np.array(steps),
         values=np.array([[values[step] for step in steps]]),
         pools=np.array([], int),

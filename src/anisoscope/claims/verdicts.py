@@ -1,19 +1,21 @@
-"""Every claim that a table can speak to -> verdicts, corrected for their number, in words."""
+"""Every claim that a table has numbers for -> verdicts, corrected for their number, in words."""
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
+from anisoscope.claims.catalogue import FAMILYWISE
 from anisoscope.claims.enrichment import judge_enrichment
 from anisoscope.claims.findings import Finding, Subject, counted, number
 from anisoscope.claims.learning import judge_learning
 from anisoscope.claims.pinned import judge_pinned
 from anisoscope.claims.profiles import count_suspects, last_checkpoints, read_profiles
-from anisoscope.claims.resampling import Resampling, benjamini_hochberg, holm
+from anisoscope.claims.resampling import Resampling, false_discovery_rate, holm
 from anisoscope.claims.settings import one_setting
 from anisoscope.claims.shapes import judge_kinds, judge_profile
 from anisoscope.claims.theories import judge_theories
@@ -21,12 +23,13 @@ from anisoscope.claims.trainings import judge_trainings
 from anisoscope.records import without_nan
 from anisoscope.store import name_trainings
 
+OUTCOMES = {True: "holds", False: "does not hold", None: "inconclusive"}
 GRADIENTS = ("virtual", "activation", "linear", "embedding")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What the data say of one claim about one subject."""
+    """The result of one claim about one subject."""
 
     claim: str
     subject: str
@@ -35,21 +38,36 @@ class Verdict:
     population: str
     corpus: str
     variant: str | None
-    """What else tells it from others: stack, stage, first step."""
+    """What else identifies it: stack, stage, first step, gradient, proxy."""
     holds: bool | None
-    """None: cannot be told."""
+    """None: inconclusive, for the reason given."""
     effect: float
     interval: tuple[float, float]
     """Not corrected for the number of claims; p_adjusted is."""
     p: float
-    """Of the claim's side of its margin; NaN where nothing was tested."""
+    """That the effect is on the claim's side of its smallest effect; NaN where nothing was tested."""
     p_adjusted: float
-    """Holm's, over all claims judged together; Benjamini and Hochberg's over those on gradients, whose p from
-    permutations are never below 1/200."""
+    """Corrected in its family of claims: Holm's for shapes and trainings, false discovery rate for gradients and types,
+    whose p from permutations are never below 1/200. Tests of one hypothesis (other populations, proxies, variants)
+    count as one. NaN where the claim could not hold whatever the data."""
     replicates: int
-    """Batches, models or seeds."""
+    """Batches, blocks, models or seeds."""
     text: str
     details: Mapping[str, float]
+    reason: str = ""
+    """Why it is inconclusive."""
+    smallest_effect: float = math.nan
+    """What the effect must exceed for the claim to hold."""
+    p_against: float = math.nan
+    """That the effect is on the other side."""
+    p_against_adjusted: float = math.nan
+    """Corrected in the same way; "does not hold" needs it to be at most 1 - level."""
+    family: str = ""
+    """Which claims it is corrected with."""
+    before_training: bool | None = None
+    """Whether the untrained model (step 0) passes the same test; None where that was not measured."""
+    steps: tuple[int, ...] = ()
+    """Training steps it is based on, where it is about a training."""
 
     def as_json(self) -> dict[str, Any]:
         """For machines: NaN becomes null."""
@@ -57,45 +75,47 @@ class Verdict:
 
 
 def judge(table: pa.Table, *, seed: int = 0, resamples: int = 2000, level: float = 0.95) -> list[Verdict]:
-    """Every claim that the table of a run can speak to.
+    """Every claim that the table of a run has numbers for.
 
-    `holds` is True where the interval lies on the claim's side of its margin and Holm's p over all claims judged is
-    at most 1 - level; False where the interval lies on the other side.
+    `holds` is True where the effect is beyond the claim's smallest effect with a corrected p of at most 1 - level, and
+    False where it is on the other side with such a p.
     """
     table = name_trainings(table)
     how = Resampling(level=level, resamples=resamples, seed=seed)
-    profiles = read_profiles(table)
+    once = one_setting(table.filter(pc.field("suspect").is_null()))
+    profiles = read_profiles(once.table)
     last = last_checkpoints(profiles)
-    once = one_setting(table)
     found = [
-        *(pair for profile in last for pair in judge_profile(profile, how)),
-        *judge_kinds(last, how),
+        *(pair for profile, untrained in last for pair in judge_profile(profile, how, untrained)),
+        *judge_kinds([profile for profile, _ in last], how),
         *judge_trainings(profiles, how),
-        *judge_theories(table, how),
-    ]
-    on_probe = [
+        *judge_theories(once.table, how),
         *judge_enrichment(once.table, how),
         *judge_learning(once.table, how),
         *judge_pinned(once.table, how),
     ]
-    found += [(_say_passed_over(subject, once.passed_over), finding) for subject, finding in on_probe]
-    adjusted, suspects = _adjust([finding for _, finding in found]), count_suspects(table)
-    verdicts = [_verdict(*pair, p, suspects, level) for pair, p in zip(found, adjusted, strict=True)]
+    found = [
+        (replace(subject, notes=(*subject.notes, *once.notes(subject.models, subject.place))), finding)
+        for subject, finding in found
+    ]
+    adjusted = zip(_adjusted(found, "p", level), _adjusted(found, "p_against", level), strict=True)
+    suspects = count_suspects(table)
+    verdicts = [_verdict(*pair, *p, suspects, level) for pair, p in zip(found, adjusted, strict=True)]
     return [_with_typical(verdict, verdicts) for verdict in verdicts]
 
 
 def headlines(verdicts: Sequence[Verdict]) -> list[Verdict]:
-    """One verdict for those on gradients that say the same with other proxies and variants; others as they are."""
+    """One verdict for those on gradients that agree over proxies and variants; others as they are."""
     groups: dict[tuple, list[Verdict]] = {}
     for one in verdicts:
         gradient = (one.variant or "").partition(",")[0]
-        told = gradient if gradient in GRADIENTS else one.variant
-        place = (one.claim, one.subject, one.metric, one.population, one.corpus, one.holds, told)
+        question = gradient if gradient in GRADIENTS else one.variant
+        place = (one.claim, one.subject, one.metric, one.population, one.corpus, one.holds, question)
         groups.setdefault(place, []).append(one)
-    return [_spoken_for(group) for group in groups.values()]
+    return [_summary(group) for group in groups.values()]
 
 
-def _spoken_for(group: Sequence[Verdict]) -> Verdict:
+def _summary(group: Sequence[Verdict]) -> Verdict:
     first, *others = group
     if not others:
         return first
@@ -105,42 +125,69 @@ def _spoken_for(group: Sequence[Verdict]) -> Verdict:
     return replace(first, text=f"{first.text[:-1]}; {more}.")
 
 
-def _adjust(found: Sequence[Finding]) -> list[float]:
-    adjusted = holm([math.nan if finding.among else finding.p for finding in found])
-    for name in {finding.among for finding in found} - {""}:
-        together = benjamini_hochberg([finding.p if finding.among == name else math.nan for finding in found])
-        adjusted = [new if one.among == name else old for one, new, old in zip(found, together, adjusted, strict=True)]
+def _adjusted(found: Sequence[tuple[Subject, Finding]], which: str, level: float) -> list[float]:
+    """The p of every finding on one side, corrected within its family."""
+    hypotheses: list[Hashable] = [
+        (finding.claim, subject.name, subject.place[2], subject.question) for subject, finding in found
+    ]
+    adjusted = [math.nan] * len(found)
+    for family in {finding.declared.family for _, finding in found}:
+        p_values = [
+            getattr(finding, which) if finding.declared.family == family and finding.decides else math.nan
+            for _, finding in found
+        ]
+        if family in FAMILYWISE:
+            together = holm(p_values, hypotheses)
+        else:
+            together = false_discovery_rate(p_values, hypotheses, level=level)
+        adjusted = [old if math.isnan(new) else new for old, new in zip(adjusted, together, strict=True)]
     return adjusted
-
-
-def _say_passed_over(subject: Subject, passed_over: Counter[str]) -> Subject:
-    if not (units := sum(passed_over[model] for model in subject.models)):
-        return subject
-    note = f"{counted(units, 'unit')} of the same checkpoints under other settings left out: judge them by themselves"
-    return replace(subject, notes=(*subject.notes, note))
 
 
 def _p(value: float) -> str:
     return "< .0001" if value < 1e-4 else f"= {value:.2g}"
 
 
-def _verdict(subject: Subject, finding: Finding, p_adjusted: float, suspects: Counter[str], level: float) -> Verdict:
-    holds, notes = finding.supported, list(subject.notes)
-    if holds and p_adjusted > 1 - level:
-        holds = None
-        notes.append("with as many claims as were judged here that may be chance")
-    left_out = sum(suspects[model] for model in subject.models)
-    if left_out:
+def _outcome(finding: Finding, p_adjusted: float, p_against_adjusted: float, level: float) -> tuple[bool | None, str]:
+    """Whether it holds after correction, and why not where that is open."""
+    if finding.supported is None:
+        return None, finding.reason or "the data do not decide"
+    corrected = p_adjusted if finding.supported else p_against_adjusted
+    if not corrected <= 1 - level:
+        side = "for it" if finding.supported else "against it"
+        return None, f"among as many claims as were judged, the evidence {side} may be chance"
+    return finding.supported, ""
+
+
+def _verdict(
+    subject: Subject,
+    finding: Finding,
+    p_adjusted: float,
+    p_against_adjusted: float,
+    suspects: Counter[str],
+    level: float,
+) -> Verdict:
+    holds, reason = _outcome(finding, p_adjusted, p_against_adjusted, level)
+    smallest = finding.declared.smallest_effect
+    notes = list(subject.notes)
+    if left_out := sum(suspects[model] for model in subject.models):
         notes.append(f"{counted(left_out, 'suspect checkpoint')} left out")
     numbers = [counted(subject.replicates, subject.unit)]
     if not math.isnan(finding.p):
         low, high = finding.interval
         numbers += [] if math.isnan(low) else [f"{100 * level:g} % interval {number(low)} to {number(high)}"]
-        numbers += [f"p {_p(finding.p)}, corrected p {_p(p_adjusted)}"]
+    numbers.append(f"smallest effect that counts {smallest:g} [{finding.declared.effect.partition(',')[0]}]")
+    if not math.isnan(finding.p):
+        numbers.append(f"p {_p(finding.p)}")
+        numbers += [] if math.isnan(p_adjusted) else [f"corrected p {_p(p_adjusted)}"]
+    if holds is False:
+        numbers.append(f"corrected p against it {_p(p_against_adjusted)}")
     metric, population, corpus = subject.place
     about = ", ".join(part for part in (subject.name, subject.variant) if part)
-    outcome = {True: "holds", False: "does not hold", None: "cannot be told"}[holds]
     sentence = f"{about}, {metric} of `{population}` on {corpus}: {finding.says} ({'; '.join(numbers)})"
+    outcome = f"{OUTCOMES[holds]} for {subject.of}" if holds is not None else f"is inconclusive: {reason}"
+    if holds and finding.at_start:
+        notes.insert(0, "present before training: the untrained model (step 0) passes the same test")
     return Verdict(
         claim=finding.claim,
         subject=subject.name,
@@ -156,11 +203,18 @@ def _verdict(subject: Subject, finding: Finding, p_adjusted: float, suspects: Co
         replicates=subject.replicates,
         text="; ".join([f"{sentence}: “{finding.claim}” {outcome}", *notes]) + ".",
         details=finding.details,
+        reason=reason,
+        smallest_effect=smallest,
+        p_against=finding.p_against,
+        p_against_adjusted=p_against_adjusted,
+        family=finding.declared.family,
+        before_training=finding.at_start,
+        steps=finding.steps,
     )
 
 
 def _with_typical(verdict: Verdict, verdicts: Iterable[Verdict]) -> Verdict:
-    """A bell that typical tokens do not make is called what it is."""
+    """A bell of `all` tokens says so where typical tokens show none."""
     if not (verdict.claim == "bell" and verdict.population == "all" and verdict.holds):
         return verdict
 

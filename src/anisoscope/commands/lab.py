@@ -205,7 +205,7 @@ def demo(
             print_dynamics(table, name)
             print_enrichment(table, name)
             print()
-        print_verdicts(judge(table), only_told=True)
+        print_verdicts(judge(table), only_decided=True)
         say("Writing the report.")
         written = write_report([output], output / "report.html")
         print(f"\nStored in {output}: `anisoscope claims {output}` judges again.")

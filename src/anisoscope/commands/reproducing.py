@@ -50,7 +50,7 @@ def reproduce(
     debug: Debug = False,
     **flags: Any,
 ) -> None:
-    """Measure what a paper measured and say of each of its claims: reproduced, not reproduced, cannot tell.
+    """Measure what a paper measured and say of each of its claims: reproduced, not reproduced, inconclusive.
 
     What is in RUN already is not measured again: the same command goes on where it ended.
 

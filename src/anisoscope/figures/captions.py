@@ -253,7 +253,7 @@ def verdicts_caption(data: pa.Table) -> str:
     return f"Of {len(found)} verdicts {', '.join(counts)}."
 
 
-_VERDICTS = {"holds": "hold", "does not hold": "do not hold", "cannot tell": "cannot be told"}
+_VERDICTS = {"holds": "hold", "does not hold": "do not hold", "inconclusive": "are inconclusive"}
 
 
 def _numbers(rows: Iterable[Row]) -> list[Row]:

@@ -5,18 +5,18 @@ from typing import Any
 
 import pyarrow as pa
 
-from anisoscope.claims.verdicts import Verdict
+from anisoscope.claims.verdicts import OUTCOMES, Verdict
 from anisoscope.figures.captions import say
 from anisoscope.figures.drawing import GREY, Chart, import_altair, inline, is_number, titled
 
-HOLDS = {True: "holds", False: "does not hold", None: "cannot tell"}
+HOLDS = OUTCOMES
 # Drawn, not written: not every font has a tick and a cross.
 _SYMBOLS = {
     "holds": "M-1,0L-.3,.7L1,-.8",
     "does not hold": "M-.7,-.7L.7,.7M-.7,.7L.7,-.7",
-    "cannot tell": "M-.8,0L.8,0",
+    "inconclusive": "M-.8,0L.8,0",
 }
-_COLOURS = {"holds": "#009E73", "does not hold": "#D55E00", "cannot tell": GREY}
+_COLOURS = {"holds": "#009E73", "does not hold": "#D55E00", "inconclusive": GREY}
 _ROW = 20
 _WIDEST = 40
 _SCHEMA = pa.schema(
@@ -30,7 +30,7 @@ _SCHEMA = pa.schema(
 
 
 def verdicts_data(verdicts: Sequence[Verdict]) -> pa.Table:
-    """What `judge` returned as a table: first what holds, then what does not, then what cannot be told."""
+    """What `judge` returned as a table: first what holds, then what does not, then what is inconclusive."""
     order = list(HOLDS.values())
     rows: list[dict[str, Any]] = [
         {
@@ -87,5 +87,5 @@ def draw_verdicts(data: pa.Table) -> Chart:
         heading = alt.TitleParams(text=head, fontSize=11, anchor="start", offset=6)
         panels.append(cell.properties(width=widths[name], height=_ROW * len(drawn), title=heading))
     counts = [f"{sum(row['verdict'] == name for row in rows)} {name}" for name in domain]
-    said = f"{' · '.join(counts)} · p is corrected for all claims judged together"
+    said = f"{' · '.join(counts)} · p is corrected within its family of claims"
     return titled(alt.hconcat(*panels, spacing=4), "Verdicts on claims", said, width=90)

@@ -127,7 +127,7 @@ _OUTCOMES = {True: 0, False: 1, None: 2}
 
 
 def _judge(table: pa.Table, seed: int) -> tuple[Verdict, ...]:
-    """What holds, what does not, what cannot be told."""
+    """Verdicts: first what holds, then what does not, then what is inconclusive."""
     if not table.num_rows:
         return ()
     return tuple(sorted(judge(table, seed=seed), key=lambda one: _OUTCOMES[one.holds]))

@@ -10,6 +10,7 @@ from typing import Any
 
 from anisoscope.claims import Verdict
 from anisoscope.claims.findings import counted
+from anisoscope.claims.verdicts import OUTCOMES
 from anisoscope.errors import AnisoscopeError
 from anisoscope.printing import format_value
 from anisoscope.report.gathering import Report
@@ -175,12 +176,10 @@ def _template() -> Any:
     return environment.from_string(_asset("page.html"))
 
 
-_OUTCOMES = {True: "holds", False: "does not hold", None: "cannot be told"}
-
-
 def _told(verdict: Verdict) -> str:
-    """A verdict's sentence without its end, which the page says first."""
-    return verdict.text.replace(f": “{verdict.claim}” {_OUTCOMES[verdict.holds]}", "", 1)
+    """A verdict's sentence without claim and outcome, which the page prints first."""
+    outcome = "is inconclusive" if verdict.holds is None else OUTCOMES[verdict.holds]
+    return verdict.text.replace(f": “{verdict.claim}” {outcome}", "", 1)
 
 
 def _ticked(text: str) -> Any:
@@ -245,8 +244,8 @@ def _tally(report: Report) -> str:
     verb = "holds" if counts[True] == 1 else "hold"
     other = "does not" if counts[False] == 1 else "do not"
     return (
-        f"Of {counted(len(report.verdicts), 'claim')} that these numbers speak to, {counts[True]} {verb}, "
-        f"{counts[False]} {other}, and {counts[None]} cannot be told from what was measured."
+        f"Of {counted(len(report.verdicts), 'claim')} that can be tested on these numbers, {counts[True]} {verb}, "
+        f"{counts[False]} {other}, and {counts[None]} {'is' if counts[None] == 1 else 'are'} inconclusive."
     )
 
 

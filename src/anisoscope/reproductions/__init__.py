@@ -3,7 +3,7 @@
 papers.py     the three papers, claim by claim
 plans.py      what is to be measured at each size
 working.py    train, fetch, measure what is not stored yet
-judging.py    claims.judge -> reproduced, not reproduced, cannot tell, not tested here
+judging.py    claims.judge -> reproduced, present before training, not reproduced, inconclusive, not tested here
 showing.py    the table for people
 """
 

@@ -16,13 +16,14 @@ from anisoscope.reproductions.nouns import Claimed, Paper, Reading, View
 from anisoscope.revisions import training_order
 from anisoscope.store import name_trainings
 
-REPRODUCED, FAILED, OPEN, UNTESTED = "reproduced", "not reproduced", "cannot tell", "not tested here"
-_NOTHING = "nothing that was measured here speaks to it"
+REPRODUCED, FAILED, OPEN, UNTESTED = "reproduced", "not reproduced", "inconclusive", "not tested here"
+PRESENT = "present before training"
+_NOTHING = "nothing was measured that could test it"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What became of one claim, on one population, seen in one way."""
+    """The result for one claim, population and view."""
 
     claim: str
     predicts: str
@@ -31,7 +32,7 @@ class Outcome:
     population: str | None
     """None where nothing was tested."""
     verdict: str
-    """`reproduced`, `not reproduced`, `cannot tell` or `not tested here`."""
+    """`reproduced`, `present before training`, `not reproduced`, `inconclusive` or `not tested here`."""
     effect: float
     """Of the one verdict, or the median of several."""
     interval: tuple[float, float]
@@ -41,7 +42,7 @@ class Outcome:
     reason: str
     evidence: tuple[Verdict, ...] = ()
     readings: tuple[str, ...] = ()
-    """Numbers that stand beside it and decide nothing."""
+    """Further numbers, which do not enter the verdict."""
 
     def as_json(self) -> dict[str, Any]:
         """For machines: NaN becomes null."""
@@ -164,9 +165,14 @@ def _combined(claim: Claimed, evidence: Sequence[Verdict]) -> tuple[str, str]:
     """One verdict for many, and why."""
     answers = [one.holds for one in evidence]
     counts = {True: answers.count(True), False: answers.count(False), None: answers.count(None)}
-    told = f"{counts[True]} hold, {counts[False]} do not, {counts[None]} cannot be told." if len(answers) > 1 else ""
+    told = f"{counts[True]} hold, {counts[False]} do not, {counts[None]} are inconclusive." if len(answers) > 1 else ""
     holds = False if counts[False] else None if counts[None] else True
     if not claim.negated:
+        if holds and any(one.before_training for one in evidence):
+            return (
+                PRESENT,
+                f"{told} The untrained model (step 0) passes the same test: training did not bring it.".strip(),
+            )
         return {True: REPRODUCED, False: FAILED, None: OPEN}[holds], told
     if claim.existential:
         shown = "One that does not is enough." if counts[False] else "Models that do are no evidence against it."

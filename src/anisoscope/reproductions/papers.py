@@ -175,7 +175,7 @@ MACHINA2024 = Paper(
 )
 
 _OURS, _THEIRS = "our control", "the paper's control"
-_BEYOND = "Enriched is here what stands above the untrained model."
+_BEYOND = "Enriched means: more than the untrained model."
 _WEAK = "Gradients without any signal pass this control too (docs/tangent.md), so it decides little."
 
 
@@ -187,8 +187,8 @@ def _both_controls(test: str, remark: str = "") -> tuple[View, ...]:
     )
 
 
-_UNTRAINED = "Untrained models can pass it too, since state and gradient both know the token."
-_NO_TEST = "nothing in this run speaks to it: anisoscope has no test of it yet, or too little was measured"
+_UNTRAINED = "Untrained models can pass it too, since state and gradient both depend on the token."
+_NO_TEST = "anisoscope has no test of it yet, or too little was measured in this run"
 
 BERNAS2026 = Paper(
     name="bernas2026",
@@ -246,7 +246,7 @@ BERNAS2026 = Paper(
             predicts="those directions hold a much larger share of the gradients' anisotropy than normal ones do",
             where=f"{_ABSTRACT}; by IsoScore* on removal, from {_NOTES}",
             views=_both_controls("tangent share of gradient anisotropy", _UNTRAINED),
-            untested="only random normals were held against it: harder controls take --controls shares",
+            untested="it was compared with random normals only: harder controls need --controls shares",
             readings=(
                 Reading(metric="tangent_anisotropy_share", site="last", variant="mean=in;share=isoscore"),
                 Reading(

@@ -13,7 +13,13 @@ from anisoscope.printing import format_value, open_console
 from anisoscope.reproductions.judging import Outcome
 from anisoscope.reproductions.nouns import Paper
 
-_STYLES = {"reproduced": "green", "not reproduced": "red", "cannot tell": "yellow", "not tested here": "dim"}
+_STYLES = {
+    "reproduced": "green",
+    "not reproduced": "red",
+    "present before training": "yellow",
+    "inconclusive": "yellow",
+    "not tested here": "dim",
+}
 
 
 def stand_in(size: str) -> str:
