@@ -114,7 +114,8 @@ class Scope:
         self._counts = dict.fromkeys(("measured", "stored_before", "skipped", "failed"), 0)
         self._skipped_since = 0
         self._said: set[str] = set()
-        self._errors: list[Exception] = []
+        # Texts: an error keeps what its frames held, the memory of a failed measurement included.
+        self._errors: list[str] = []
         self._without_value: dict[str, str] = {}
         self._kept: dict[int, str] = {}
 
@@ -252,9 +253,7 @@ class Scope:
                 self._visit(step, tokens, certain=first)
         if first and self._errors:
             self.close(measure_last=False)
-            raise AnisoscopeError(
-                f"nothing can be measured, as the first step shows: {self._errors[0]}"
-            ) from self._errors[0]
+            raise AnisoscopeError(f"nothing can be measured, as the first step shows: {self._errors[0]}")
         if due and any(gate.stops for gate in self.gates):
             with self._harmless("the processes could not agree whether to stop"):
                 self.should_stop = _agree(self.should_stop, self._given)
@@ -294,10 +293,9 @@ class Scope:
             )
             if self._errors:
                 log.error(
-                    "%s: %d of %d measurements FAILED; the first: %s: %s. %s holds a .failed.json for each, where it "
+                    "%s: %d of %d measurements FAILED; the first: %s. %s holds a .failed.json for each, where it "
                     "could be written; saved checkpoints can still be measured with `anisoscope sweep`",
-                    *(self.run, done["failed"], done["failed"] + done["measured"], type(self._errors[0]).__name__),
-                    *(self._errors[0], self.store.folder),
+                    *(self.run, done["failed"], done["failed"] + done["measured"], self._errors[0], self.store.folder),
                 )
             if self._without_value:
                 log.error("%s: metrics without a value: %s", self.run, "; ".join(self._without_value.values()))
@@ -342,7 +340,7 @@ class Scope:
             self._skipped_since = 0
         except Exception as error:
             self._counts["failed"] += 1
-            self._errors.append(error)
+            self._errors.append(f"{type(error).__name__}: {error}")
             log.error("step %d was not measured: %s: %s", spec.step, type(error).__name__, error)
             self._put_failure(spec, error)
         else:

@@ -72,7 +72,13 @@ def _tokenise(recipe: Recipe, folder: Path, wanted: dict[str, Any]) -> None:
     corpus = load_corpus(recipe.corpus)
     kind: Any = recipe.kind
     tokenizer = train_tokenizer(corpus, kind, vocabulary=recipe.vocabulary, seq_len=recipe.seq_len)
-    parts = dict(zip(("train", "held_out"), (list(part.documents) for part in split_held_out(corpus)), strict=True))
+    parts = dict(
+        zip(
+            ("train", "held_out"),
+            ([str(text) for text in part.documents] for part in split_held_out(corpus)),
+            strict=True,
+        )
+    )
     arrays = {name: _encode(texts, tokenizer) for name, texts in parts.items()}
     for name, array in arrays.items():
         if len(array) <= 2 * recipe.seq_len:
