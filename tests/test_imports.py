@@ -13,7 +13,8 @@ PACKAGE = Path(__file__).parent.parent / "src" / "anisoscope"
 COMPUTING = (
     {"errors", "records", "progress", "revisions"},
     {"atomic", "columns"},
-    {"tables"},
+    {"tables", "result_files"},
+    {"merged"},
     {"store", "hub", "schedules", "sinks", "presets", "conditions", "undisturbed", "tracks"},
     {"status", "sources", "exporting"},
     {"kernels"},
@@ -55,7 +56,8 @@ COMPUTING = (
 READING = (
     {"errors", "records", "progress", "revisions", "wikitext"},
     {"atomic", "columns"},
-    {"tables"},
+    {"tables", "result_files"},
+    {"merged"},
     {"store", "protocols", "integrity", "flags", "corpora"},
     {"lab"},
     {"status", "claims", "conditions", "figures", "stages", "tracks", "citing"},
@@ -74,6 +76,8 @@ TORCH_FREE = (
     "records",
     "progress",
     "revisions",
+    "result_files",
+    "merged",
     "store",
     "status",
     "protocols",

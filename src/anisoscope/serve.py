@@ -42,6 +42,7 @@ class Watched:
     def __init__(self, folders: Sequence[Path]) -> None:
         """Nothing is read yet."""
         self.folders = tuple(folders)
+        self._stores = tuple(map(Store, self.folders))
         self._lock = threading.Lock()
         self._refreshing = threading.Lock()
         self._shown = ""
@@ -66,7 +67,7 @@ class Watched:
         """Which page is ready; a newer one is begun where the folder changed. Cheap enough to be asked every second."""
         if self._is_due() and self._refreshing.acquire(blocking=False):
             threading.Thread(target=self._refresh, daemon=True).start()
-        return {"state": self._shown, "sentence": "; ".join(filter(None, map(_sentence, self.folders)))}
+        return {"state": self._shown, "sentence": "; ".join(filter(None, map(_sentence, self._stores)))}
 
     def _refresh(self) -> None:
         try:
@@ -97,11 +98,11 @@ def _entries(folder: Path) -> Iterable[tuple[str, int, int]]:
             yield path.name, found.st_size, found.st_mtime_ns
 
 
-def _sentence(folder: Path) -> str:
-    if not folder.is_dir():
-        return f"{folder.name} is not there yet"
+def _sentence(store: Store) -> str:
+    if not store.folder.is_dir():
+        return f"{store.folder.name} is not there yet"
     try:
-        return survey(Store(folder)).sentence()
+        return survey(store).sentence()
     except Exception:  # half-written notes; the next question may find them whole
         return ""
 
