@@ -1,7 +1,7 @@
 """The columns of `Store.table()`: those of a Record, then the settings of the Spec that the row was measured with."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import Field, fields
 from typing import Any
 
@@ -68,7 +68,7 @@ def settings_row(spec: Mapping[str, Any]) -> dict[str, Any]:
     return row
 
 
-def settings_columns(specs: Sequence[Mapping[str, Any]], result_numbers: pa.Array) -> list[pa.Array]:
+def settings_columns(specs: Iterable[Mapping[str, Any]], result_numbers: pa.Array) -> list[pa.Array]:
     """The columns of `SETTINGS_SCHEMA` for rows of several results; each row has the place of its result in `specs`."""
     found = [settings_row(spec) for spec in specs]
     columns = []

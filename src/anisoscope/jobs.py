@@ -74,10 +74,16 @@ def read_corpus(name: str) -> Corpus:
     return load_corpus(name)
 
 
+@functools.lru_cache(maxsize=4)
+def open_store(folder: Path) -> Store:
+    """The store of a sweep; one in a process, which remembers what it has read."""
+    return Store(folder)
+
+
 def run_job(job: Job, orders: Orders, fetched: Fetched | None = None) -> list[Outcome]:
     """Measure one checkpoint, wherever this runs: on this host, on a worker, on a node far away."""
     shared = (orders.store / orders.plan).exists()
-    store = Store(orders.store)
+    store = open_store(orders.store)
     if orders.folder.is_dir():
         os.chdir(orders.folder)
     outcomes = [Outcome(spec=task.spec) for task in job.tasks if shared and task.spec.key in store]
@@ -171,7 +177,7 @@ def _past_of(spec: Spec, orders: Orders) -> Any:
         return None
     from anisoscope.past import read_past, read_reference
 
-    return read_past(Store(orders.store), read_reference(spec.proxy_from))
+    return read_past(open_store(orders.store), read_reference(spec.proxy_from))
 
 
 def _may_pass(error: BaseException) -> bool:

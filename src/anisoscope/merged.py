@@ -32,6 +32,7 @@ _INDEX_SCHEMA = pa.schema(
         ("file_attachment", pa.string()),
     ]
 )
+# In the order of the fields of a ResultFile.
 _FIELDS = [name.removeprefix("file_") for name in _INDEX_SCHEMA.names]
 
 
@@ -68,8 +69,9 @@ def read_merged(data: bytes) -> MergedFile | None:
         return None
     index = file.read_row_group(file.num_row_groups - 1, columns=_INDEX_SCHEMA.names)
     columns = [index[name].to_pylist() for name in _INDEX_SCHEMA.names]
-    rows = (dict(zip(_FIELDS, values, strict=True)) for values in zip(*columns, strict=True))
-    return MergedFile(files=tuple(ResultFile(**row | {"stamp": tuple(row["stamp"])}) for row in rows), file=file)
+    rows = zip(*columns, strict=True)
+    files = [ResultFile(name, tuple(stamp), *others) for name, stamp, *others in rows]
+    return MergedFile(files=tuple(files), file=file)
 
 
 def _widen(table: pa.Table) -> pa.Table:
@@ -92,19 +94,21 @@ class RowCollector:
 
     def add(self, file: ResultFile, rows: pa.Table) -> None:
         """The rows of one more result."""
-        numbers = pa.array(np.full(rows.num_rows, len(self.files), np.int32))
         self.files.append(file)
-        self._pending.append(rows.drop_columns(["key"]).append_column("result", numbers))
+        self._pending.append(rows)
         if len(self._pending) == 256:
             # Thousands of small tables would take several times the memory of their rows.
-            self._tables.append(self._joined())
-            self._pending = []
+            self._join()
 
     def take_table(self) -> pa.Table:
         """All rows, which are not kept here any longer; `result` is the place in `files`."""
-        tables, self._tables = [*self._tables, self._joined()], []
-        self._pending = []
-        return pa.concat_tables([ROWS_SCHEMA.empty_table(), *tables])
+        self._join()
+        tables, self._tables = self._tables, []
+        return pa.concat_tables(tables)
 
-    def _joined(self) -> pa.Table:
-        return pa.concat_tables([ROWS_SCHEMA.empty_table(), *self._pending]).combine_chunks()
+    def _join(self) -> None:
+        pending, self._pending = self._pending, []
+        first = len(self.files) - len(pending)
+        numbers = np.repeat(np.arange(first, len(self.files), dtype=np.int32), [rows.num_rows for rows in pending])
+        joined = pa.concat_tables([SCHEMA.empty_table(), *pending]).drop_columns(["key"]).combine_chunks()
+        self._tables.append(joined.append_column("result", pa.array(numbers)))

@@ -56,7 +56,7 @@ _SENTENCES = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ResultFile:
     """What a good result file says beside its rows."""
 
@@ -206,7 +206,8 @@ def _check_version(name: str, metadata: dict[str, Any], checked: bool | None) ->
 def _with_all_columns(name: str, rows: pa.Table) -> pa.Table:
     """The columns of a Record: those that an older version did not have are empty, others are left out."""
     rows = rows.replace_schema_metadata(None)
-    if missing := [column for column in SCHEMA.names if column not in (*rows.column_names, *_LATER_COLUMNS)]:
+    there = {*rows.column_names, *_LATER_COLUMNS}
+    if missing := [column for column in SCHEMA.names if column not in there]:
         raise UnusableFileError(name, "foreign", f"it has no column {', '.join(missing)}")
     if not rows.schema.equals(SCHEMA):
         for column in _LATER_COLUMNS:

@@ -44,6 +44,7 @@ class Watched:
         """Nothing is read yet. A request waits `patience` seconds for a page that is being made."""
         self.folders = tuple(folders)
         self.patience = patience
+        self._stores = tuple(map(Store, self.folders))
         self._lock = threading.Lock()
         self._making: threading.Thread | None = None
         self._shown = ""
@@ -64,7 +65,7 @@ class Watched:
     def status(self) -> dict[str, str]:
         """Which page is ready; a newer one is begun where the folder changed. Cheap enough to be asked every second."""
         self.begin()
-        return {"state": self._shown, "sentence": "; ".join(filter(None, map(_sentence, self.folders)))}
+        return {"state": self._shown, "sentence": "; ".join(filter(None, map(_sentence, self._stores)))}
 
     def begin(self) -> threading.Thread | None:
         """The thread that makes a page of what is in the folders now; None where the page is the current one."""
@@ -108,11 +109,11 @@ def _entries(folder: Path) -> Iterable[tuple[str, int, int]]:
             yield path.name, found.st_size, found.st_mtime_ns
 
 
-def _sentence(folder: Path) -> str:
-    if not folder.is_dir():
-        return f"{folder.name} is not there yet"
+def _sentence(store: Store) -> str:
+    if not store.folder.is_dir():
+        return f"{store.folder.name} is not there yet"
     try:
-        return survey(Store(folder)).sentence()
+        return survey(store).sentence()
     except Exception:  # half-written notes; the next question may find them whole
         return ""
 

@@ -34,6 +34,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from anisoscope import merged
+from anisoscope.columns import SCHEMA as SCHEMA
 from anisoscope.columns import TABLE_SCHEMA, record_from, settings_columns
 from anisoscope.errors import StoreError
 from anisoscope.merged import MergedFile, RowCollector
@@ -188,9 +189,10 @@ class Store:
         """
         scan = self._scan()
         rows = self._rows(scan) if scan.rows is None else scan.rows
+        files, scan, self._merged = scan.files, None, None  # the bytes of the merged file, which are many
         numbers = rows["result"].combine_chunks()
-        keys = pa.array([file.key for file in scan.files], pa.string()).take(numbers)
-        settings = settings_columns([json.loads(file.spec) for file in scan.files], numbers)
+        keys = pa.array([file.key for file in files], pa.string()).take(numbers)
+        settings = settings_columns((json.loads(file.spec) for file in files), numbers)
         return pa.table([keys, *rows.drop_columns(["result"]).columns, *settings], schema=TABLE_SCHEMA)
 
     def failures(self) -> list[dict[str, Any]]:
