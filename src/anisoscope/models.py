@@ -89,6 +89,8 @@ def load_model(
         _need(("gguf", "accelerate"), "Reading a .gguf file")
     else:
         source |= {"pretrained_model_name_or_path": str(place.path)}
+        if not (place.path / "config.json").is_file():
+            raise ModelError(f"{name} has no file config.json: is it the folder of a saved model?")
     with ExitStack() as stack:
         stack.enter_context(_quiet(bars=place.path is None))
         stack.enter_context(_explaining(name))
@@ -334,7 +336,8 @@ def _load_tokenizer(name: str, source: dict[str, Any]) -> Any:
     except Exception as error:
         if "trust_remote_code" in str(error):
             raise
-        raise ModelError(f"{name} has no tokenizer that can be loaded: {error}") from error
+        text = " ".join(str(error).split())
+        raise ModelError(f"{name} has no tokenizer that can be loaded: {text[:400]}") from error
     # Where its files are missing, transformers 5 makes a tokenizer that knows special tokens and nothing else.
     if len(tokenizer) <= len(set(tokenizer.all_special_ids)):
         raise ModelError(f"{name} has no tokenizer: its vocabulary is empty. Save the tokenizer beside the weights.")

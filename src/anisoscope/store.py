@@ -30,7 +30,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from anisoscope.columns import SCHEMA, TABLE_SCHEMA, add_settings, record_from
-from anisoscope.errors import StoreError
+from anisoscope.errors import SpecError, StoreError
 from anisoscope.records import Spec, Unit, site_order
 from anisoscope.revisions import training_order
 
@@ -59,6 +59,10 @@ class Store:
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         """Name a run folder; it is made when the first unit is put."""
         self.folder = Path(folder)
+        try:
+            str(self.folder).encode()
+        except UnicodeEncodeError as error:
+            raise SpecError(f"the name of the run folder, {str(folder)!a}, is not UTF-8: give it another") from error
 
     def keys(self) -> set[str]:
         """Keys of the finished units."""
