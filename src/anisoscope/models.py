@@ -26,7 +26,7 @@ from anisoscope.layout import is_causal
 from anisoscope.layout import select_sites as select_sites
 from anisoscope.layout import sites_of as sites_of
 from anisoscope.layout import verify_layout as verify_layout
-from anisoscope.sources import Source, hash_weights, is_commit, is_seed, locate
+from anisoscope.sources import Source, hash_weights, is_commit, is_seed, list_files, locate, weight_files
 from anisoscope.trace import is_encoder_decoder, make_probe, trace_module
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -345,7 +345,10 @@ def _load_tokenizer(name: str, source: dict[str, Any]) -> Any:
 
 
 def _refuse_pickle(name: str, folder: Path | None, allow_pickle: bool) -> None:
-    if folder is not None and not allow_pickle and not any(folder.glob("*.safetensors")):
+    if folder is None or allow_pickle:
+        return
+    # An index of safetensors can name files of any kind.
+    if not all(file.endswith(".safetensors") for file in weight_files(folder, list_files(folder))):
         raise ModelError(_PICKLED.format(name=name))
 
 

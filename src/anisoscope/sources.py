@@ -85,8 +85,8 @@ def _check_text(what: str, text: str | None) -> None:
     """Refuse names that no result could be stored under."""
     if text is None:
         return
-    if not text.strip():
-        raise SpecError(f"the name of the {what} is empty: a hub name, a folder or a .gguf file is wanted")
+    if what == "model" and not text.strip():
+        raise SpecError("the name of the model is empty: a hub name, a folder or a .gguf file is wanted")
     try:
         text.encode()
     except UnicodeEncodeError as error:
