@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: help demo test test-all lint format docs site figures nulls parity bench clean
+.PHONY: help demo test test-all lint format docs site figures nulls parity bench minimums clean
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -51,6 +51,9 @@ parity: $(READY) ## compare with the papers' code and other packages, in an envi
 
 bench: $(READY)  ## race the kernels and the walk against other packages and the bare forward pass; names what got slower
 	$(BIN)/python scripts/bench.py
+
+minimums: $(READY) ## try the lowest declared versions in an environment of their own; TORCH=2.13.0 leaves torch at that
+	$(BIN)/python scripts/check_minimums.py $(if $(TORCH),--torch $(TORCH))
 
 clean:           ## remove the environment and caches
 	rm -rf .venv .pytest_cache .ruff_cache

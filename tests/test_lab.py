@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 import anisoscope as an
 from anisoscope.baselines import count_baselines
@@ -66,6 +66,15 @@ def test_the_same_recipe_gives_the_same_bits(recipe: Recipe, tmp_path: Path, lay
     model = load_model(str(first.checkpoints[-1]))
     assert (model.kind, model.head) == (kind, "causal" if kind == "decoder" else "masked")
     assert len(model.layout.stacks[0].blocks) == 2
+
+
+def test_saved_tokenizers_name_a_class_that_older_transformers_know(decoder: Trained) -> None:
+    for folder in (*decoder.checkpoints, decoder.output / "tokens"):
+        settings = json.loads((folder / "tokenizer_config.json").read_text())
+        assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"
+    text = "states are points"
+    one, other = (AutoTokenizer.from_pretrained(path) for path in (decoder.checkpoints[-1], decoder.output / "tokens"))
+    assert one(text)["input_ids"] == other(text)["input_ids"] != []
 
 
 def test_random_numbers_of_the_caller_are_left_alone(recipe: Recipe, tmp_path: Path) -> None:

@@ -382,6 +382,24 @@ def test_pickled_weights_are_refused_unless_asked_for(gpt2_folder: Path) -> None
     assert load_model(str(gpt2_folder), device="cpu", allow_pickle=True).kind == "decoder"
 
 
+def test_pickled_shards_in_an_index_of_safetensors_are_refused(gpt2_folder: Path) -> None:
+    (gpt2_folder / "model.safetensors").unlink()
+    torch.save(gpt2().state_dict(), gpt2_folder / "shard.bin")
+    index = {"metadata": {}, "weight_map": dict.fromkeys(gpt2().state_dict(), "shard.bin")}
+    (gpt2_folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ModelError, match="--allow-pickle"):
+        load_model(str(gpt2_folder), device="cpu")
+
+
+def test_safetensors_outside_the_folder_are_no_reason_to_advise_pickle(gpt2_folder: Path) -> None:
+    module = gpt2()
+    (gpt2_folder / "model.safetensors").rename(gpt2_folder.parent / "shard.safetensors")
+    index = {"metadata": {}, "weight_map": dict.fromkeys(module.state_dict(), "../shard.safetensors")}
+    (gpt2_folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    loaded = load_model(str(gpt2_folder), device="cpu").module.state_dict()
+    assert all(torch.equal(value, loaded[key]) for key, value in module.state_dict().items())
+
+
 def test_a_corrupt_or_cut_weight_file_is_named_as_such(gpt2_folder: Path) -> None:
     file = gpt2_folder / "model.safetensors"
     content = file.read_bytes()

@@ -2,8 +2,8 @@
 
 import fnmatch
 import glob
-import json
 import math
+import os
 import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +26,8 @@ from anisoscope.sources import (
     list_files,
     locate,
     pick_weights,
+    read_json,
+    reading,
     run_folder,
     weight_files,
 )
@@ -66,7 +68,8 @@ def _list_names(model: str) -> tuple[list[str], dict[str, str]]:
         return _list_family(model)
     folder = run_folder(model)
     if folder is not None:
-        return sorted(item.name for item in folder.iterdir() if item.is_dir()), {}
+        with reading(folder):
+            return sorted(item.name for item in folder.iterdir() if item.is_dir()), {}
     check_repo_name(model)
     from huggingface_hub import HfApi
 
@@ -106,10 +109,7 @@ def _trainer_state(model: str, revision: str | None) -> dict[str, Any]:
     path = None if source.path is None else source.path / "trainer_state.json"
     if path is None or not path.is_file():
         return {}
-    try:
-        return json.loads(path.read_text("utf-8"))
-    except ValueError as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    return read_json(path)
 
 
 _LIST_BYTES = 1 << 26
@@ -130,7 +130,7 @@ def read_list(path: Path, model: str | None = None, *, tokens_per_step: int | No
         if set(given) - {"step", "tokens"}:
             raise SpecError(f"{path}, line {number}: wanted NAME [step=N] [tokens=T]; came {line.strip()!r}")
         owner, at, revision = name.partition("@")
-        if not at and model is not None and not Path(name).exists():
+        if not at and model is not None and not os.path.exists(name):
             owner, revision = model, name
         one = _describe(owner, revision or None, None, tokens_per_step)
         step = int(_amount(given["step"], path, number)) if "step" in given else one.step
@@ -216,16 +216,17 @@ def _hash_of(item: Any) -> str:
 
 
 def _local_files(path: Path) -> tuple[WeightFile, ...]:
-    if path.is_file():
-        return (WeightFile(name=path.name, size=path.stat().st_size, sha256=hash_file(path)),)
-    names = list_files(path)
-    weights = weight_files(path, names)
-    return tuple(
-        WeightFile(
-            name=name, size=(path / name).stat().st_size, sha256=hash_file(path / name) if name in weights else None
+    with reading(path):
+        if path.is_file():
+            return (WeightFile(name=path.name, size=path.stat().st_size, sha256=hash_file(path)),)
+        names = list_files(path)
+        weights = weight_files(path, names)
+        return tuple(
+            WeightFile(
+                name=name, size=(path / name).stat().st_size, sha256=hash_file(path / name) if name in weights else None
+            )
+            for name in sorted({*weights, *filter(can_matter, names)})
         )
-        for name in sorted({*weights, *filter(can_matter, names)})
-    )
 
 
 def inspect_all(

@@ -3,6 +3,7 @@
 Nothing heavy is imported before a model or tokenizer is built: a command line can read the defaults at once.
 """
 
+import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -316,6 +317,16 @@ def train_tokenizer(
     return PreTrainedTokenizerFast(
         tokenizer_object=bpe, pad_token="[PAD]", cls_token="[CLS]", sep_token="[SEP]", mask_token="[MASK]", **limit
     )
+
+
+def save_tokenizer(tokenizer: Any, folder: Path) -> None:
+    """Save under the class name that every version of transformers knows: version 5 writes one that only it has."""
+    tokenizer.save_pretrained(folder)
+    path = folder / "tokenizer_config.json"
+    settings = json.loads(path.read_text("utf-8"))
+    if settings["tokenizer_class"] == "TokenizersBackend":
+        settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+        path.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", "utf-8")
 
 
 def _sample(corpus: Corpus, vocabulary: int) -> list[str]:

@@ -27,7 +27,7 @@ from anisoscope.layout import is_causal
 from anisoscope.layout import select_sites as select_sites
 from anisoscope.layout import sites_of as sites_of
 from anisoscope.layout import verify_layout as verify_layout
-from anisoscope.sources import Source, hash_weights, is_commit, is_seed, locate
+from anisoscope.sources import Source, hash_weights, is_commit, is_seed, list_files, locate, weight_files
 from anisoscope.trace import is_encoder_decoder, make_probe, run_module, trace_module
 from anisoscope.validation import check_setting
 
@@ -92,6 +92,8 @@ def load_model(
         _need(("gguf", "accelerate"), "Reading a .gguf file")
     else:
         source |= {"pretrained_model_name_or_path": str(place.path)}
+        if not (place.path / "config.json").is_file():
+            raise ModelError(f"{name} has no file config.json: is it the folder of a saved model?")
     with ExitStack() as stack:
         stack.enter_context(_quiet(bars=place.path is None))
         stack.enter_context(_explaining(name))
@@ -365,7 +367,8 @@ def _load_tokenizer(name: str, source: dict[str, Any]) -> Any:
     except Exception as error:
         if "trust_remote_code" in str(error):
             raise
-        raise ModelError(f"{name} has no tokenizer that can be loaded: {error}") from error
+        text = " ".join(str(error).split())
+        raise ModelError(f"{name} has no tokenizer that can be loaded: {text[:400]}") from error
     # Where its files are missing, transformers 5 makes a tokenizer that knows special tokens and nothing else.
     if len(tokenizer) <= len(set(tokenizer.all_special_ids)):
         raise ModelError(f"{name} has no tokenizer: its vocabulary is empty. Save the tokenizer beside the weights.")
@@ -373,7 +376,10 @@ def _load_tokenizer(name: str, source: dict[str, Any]) -> Any:
 
 
 def _refuse_pickle(name: str, folder: Path | None, allow_pickle: bool) -> None:
-    if folder is not None and not allow_pickle and not any(folder.glob("*.safetensors")):
+    if folder is None or allow_pickle:
+        return
+    # An index of safetensors can name files of any kind.
+    if not all(file.endswith(".safetensors") for file in weight_files(folder, list_files(folder))):
         raise ModelError(_PICKLED.format(name=name))
 
 

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import re
+import stat
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -56,6 +57,8 @@ def locate(model: str, revision: str | None = None) -> Source:
     model's name is what the revision stands for (`google/multiberts-seed_0-step_*k` and `20`). `pocket-decoder` and
     `pocket-encoder` are in the package; without a revision, their last checkpoint.
     """
+    for what, text in (("model", model), ("revision", revision)):
+        _check_text(what, text)
     model, revision = split_pocket(model, revision)
     if model in POCKET_SUITE:
         return Source(path=_pocket_checkpoint(model, revision))
@@ -64,25 +67,54 @@ def locate(model: str, revision: str | None = None) -> Source:
         if revision is None:
             raise SpecError(f"{model} is a family of checkpoints: say which with a revision (what * stands for)")
         name, revision = model.replace("*", revision), None
-    path = Path(name)
-    if path.is_file():
-        if path.suffix != ".gguf":
-            raise ModelError(f"{name} is a file, but no .gguf file: name the folder it is in")
-        return Source(path=path)
-    if path.is_dir():
+    path, mode = Path(name), _mode_of(name)
+    if mode is None:
+        return Source(repo=name, revision=revision)
+    if stat.S_ISDIR(mode):
         if revision is not None:
             path = path / revision
-            if not path.is_dir():
-                raise ModelError(f"the folder {name} has no subfolder {revision}")
+            if not os.path.isdir(path):
+                raise ModelError(f"the folder {name} has no subfolder {shorten(revision)}")
         return Source(path=path)
-    return Source(repo=name, revision=revision)
+    if path.suffix != ".gguf" or not stat.S_ISREG(mode):
+        raise ModelError(f"{name} is a file, but no .gguf file: name the folder it is in")
+    return Source(path=path)
+
+
+def _check_text(what: str, text: str | None) -> None:
+    """Refuse names that no result could be stored under."""
+    if text is None:
+        return
+    if what == "model" and not text.strip():
+        raise SpecError("the name of the model is empty: a hub name, a folder or a .gguf file is wanted")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise SpecError(f"the name of the {what}, {text!a}, is not UTF-8: rename it to measure it") from error
+
+
+def shorten(name: str) -> str:
+    """A name that fits into a sentence."""
+    return name if len(name) <= 200 else f"{name[:100]}...{name[-60:]} ({len(name)} characters)"
+
+
+def _mode_of(name: str) -> int | None:
+    """What is at a path; None where there is nothing."""
+    try:
+        return os.stat(name).st_mode
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return None
+    except OSError as error:
+        raise ModelError(f"{shorten(name)} cannot be read: {error.strerror or error}") from error
 
 
 def run_folder(model: str) -> Path | None:
     """The folder of a training here: one of the user's, or of the pocket suite."""
+    _check_text("model", model)
     if model in POCKET_SUITE:
         return POCKET / model
-    return Path(model) if Path(model).is_dir() else None
+    mode = _mode_of(model)
+    return Path(model) if mode is not None and stat.S_ISDIR(mode) else None
 
 
 def split_pocket(model: str, revision: str | None) -> tuple[str, str | None]:
@@ -122,9 +154,9 @@ def hash_weights(model: str, *, revision: str | None = None) -> str:
         return _find_commit(source.repo, source.revision)
     path = source.path
     assert path is not None
-    with _reading(path):
-        if source.is_gguf:
-            return hash_file(path)
+    if source.is_gguf:
+        return hash_file(path)
+    with reading(path):
         listed = (f"{name} {hash_file(path / name)}\n" for name in identifying_files(path))
         return hashlib.sha256(os.fsencode("".join(listed))).hexdigest()
 
@@ -174,7 +206,7 @@ def weight_files(folder: Path, names: Sequence[str]) -> list[str]:
         if index is not None and index in names:
             weights = _shards(folder, index)
             break
-    named = _read_json(folder / "config.json").get("transformers_weights") if "config.json" in names else None
+    named = read_json(folder / "config.json").get("transformers_weights") if "config.json" in names else None
     if isinstance(named, str):
         # Versions of transformers differ in whether they follow it: both sets of weights count.
         weights += _shards(folder, named) if named.endswith(".index.json") else [named]
@@ -190,15 +222,17 @@ def pick_weights(names: Sequence[str]) -> list[str]:
 
 
 def _shards(folder: Path, index: str) -> list[str]:
-    named = _read_json(folder / index).get("weight_map")
+    named = read_json(folder / index).get("weight_map")
     if not isinstance(named, dict):
         raise ModelError(f"{folder / index} names no weight files: a weight_map from weights to files was wanted")
     return [name for name in set(named.values()) if isinstance(name, str)]
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file of a model."""
     try:
-        found = json.loads(path.read_text("utf-8"))
+        with reading(path):
+            found = json.loads(path.read_text("utf-8"))
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(found, dict):
@@ -207,7 +241,8 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _reading(path: Path) -> Iterator[None]:
+def reading(path: Path) -> Iterator[None]:
+    """Files that cannot be read are an error of the model."""
     try:
         yield
     except OSError as error:
@@ -216,8 +251,9 @@ def _reading(path: Path) -> Iterator[None]:
 
 def hash_file(path: Path) -> str:
     """SHA-256 of a file; read again only when its size or time has changed."""
-    stat = path.stat()
-    return _hash_stamped(path.absolute(), stat.st_size, stat.st_mtime_ns)
+    with reading(path):
+        found = path.stat()
+        return _hash_stamped(path.absolute(), found.st_size, found.st_mtime_ns)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -239,7 +275,9 @@ def check_repo_name(name: str) -> None:
     try:
         validate_repo_id(name)
     except HFValidationError as error:
-        raise ModelError(f"{name} is neither a folder, nor a .gguf file, nor the name of a hub model") from error
+        raise ModelError(
+            f"{shorten(name)} is neither a folder, nor a .gguf file, nor the name of a hub model"
+        ) from error
 
 
 def _find_commit(name: str, revision: str | None) -> str:

@@ -36,7 +36,7 @@ import pyarrow.compute as pc
 from anisoscope import merged
 from anisoscope.columns import SCHEMA as SCHEMA
 from anisoscope.columns import TABLE_SCHEMA, record_from, settings_columns
-from anisoscope.errors import StoreError
+from anisoscope.errors import SpecError, StoreError
 from anisoscope.merged import MergedFile, RowCollector
 from anisoscope.records import Spec, Unit, site_order
 from anisoscope.result_files import (
@@ -96,6 +96,10 @@ class Store:
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         """Name a run folder; it is made when the first unit is put."""
         self.folder = Path(folder)
+        try:
+            str(self.folder).encode()
+        except UnicodeEncodeError as error:
+            raise SpecError(f"the name of the run folder, {str(folder)!a}, is not UTF-8: give it another") from error
         self._known: dict[str, ResultFile] = {}
         self._older: dict[str, ResultFile] | None = None
         self._merged: tuple[Stamp, MergedFile | None] | None = None

@@ -99,7 +99,7 @@ def run_sweep(
         folder=Path.cwd(),
         fetching=Fetching(
             scratch=scratch or default_scratch(),
-            run=hashlib.sha256(str(store.folder.absolute()).encode()).hexdigest()[:12],
+            run=hashlib.sha256(os.fsencode(store.folder.absolute())).hexdigest()[:12],
             keep=keep_cache,
             at_once=downloads,
             retries=max_retries,

@@ -15,7 +15,7 @@ from jaxtyping import Int
 from anisoscope.baselines import count_baselines
 from anisoscope.corpora import load_corpus, split_held_out
 from anisoscope.errors import CorpusError, SpecError
-from anisoscope.lab import Recipe, train_tokenizer
+from anisoscope.lab import Recipe, save_tokenizer, train_tokenizer
 from anisoscope.sampling import mask_rates
 
 IGNORED = -100
@@ -86,7 +86,7 @@ def _tokenise(recipe: Recipe, folder: Path, wanted: dict[str, Any]) -> None:
                 f"corpus {corpus.name} has {len(array)} {name} tokens: too few for windows of {recipe.seq_len}"
             )
         np.save(folder / f"{name}.npy", array)
-    tokenizer.save_pretrained(folder)
+    save_tokenizer(tokenizer, folder)
     windows = cut_held_out(recipe, arrays["held_out"])
     pairs = np.stack([windows[:, :-1].ravel(), windows[:, 1:].ravel()])
     baselines = count_baselines(arrays["train"], pairs, vocabulary=recipe.vocabulary)

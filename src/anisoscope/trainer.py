@@ -16,7 +16,7 @@ import transformers
 from torch import Tensor, nn
 
 from anisoscope.errors import SpecError
-from anisoscope.lab import Loss, Recipe, build_model, checkpoint_steps
+from anisoscope.lab import Loss, Recipe, build_model, checkpoint_steps, save_tokenizer
 from anisoscope.penalties import sum_penalties
 from anisoscope.progress import Advance
 from anisoscope.sampling import achieved_exponent, loss_weights, why_void
@@ -140,7 +140,7 @@ class Run:
         folder = self.output / f"checkpoint-{step}"
         half = folder.with_name(f"{folder.name}.part")
         self.model.save_pretrained(half)
-        self.data.tokenizer.save_pretrained(half)
+        save_tokenizer(self.data.tokenizer, half)
         tokens = step * self.recipe.tokens_per_step
         write_json(half / "trainer_state.json", {"global_step": step, "num_input_tokens_seen": tokens})
         write_json(half / "training.json", self.facts(step))
