@@ -103,7 +103,7 @@ def test_every_setting_of_a_spec_that_can_differ_is_a_column_of_the_table(tmp_pa
         "curvature_rank": 2,
         "proxy": "seminmf",
         "proxy_from": "rolling=k",
-        "gradients": ("virtual", "true"),
+        "gradients": ("virtual", "embedding"),
         "controls": ("shares",),
     }
     named = {"tokens": "measured_tokens", "rank": "requested_rank", "proxy": "requested_proxy"}

@@ -135,16 +135,15 @@ def test_python_numbers_and_lists_of_other_kinds_are_taken_as_what_they_are() ->
 
 
 def test_a_stored_spec_is_read_whatever_the_rules_are(tmp_path: Path) -> None:
-    old = json.loads(Spec(model="m").canonical()) | {"typical_k": -1.0, "curvature_rank": 0}
-    spec = Spec.from_dict(old)
-    assert spec.typical_k == -1.0
-    assert json.loads(spec.canonical()) == old
+    old = json.loads(Spec(model="m").canonical()) | {"typical_k": -1.0, "curvature_rank": 0, "seed": 2**40}
+    assert json.loads(Spec.from_dict(old).canonical()) == old
     store = Store(tmp_path / "run")
     unit = unit_of(step=1)
-    stored = replace(unit.spec, seed=2**40, check=False)
-    key = stored.key
-    store.put(replace(unit, spec=stored, records=tuple(replace(row, key=key) for row in unit.records)))
-    assert store.get(key).spec == stored
+    stored = Spec.from_dict(json.loads(unit.spec.canonical()) | {"typical_k": -1.0})
+    store.put(replace(unit, spec=stored, records=tuple(replace(row, key=stored.key) for row in unit.records)))
+    assert store.get(stored.key).spec == stored
+    with pytest.raises(SpecError, match="typical_k"):
+        replace(stored, seed=1)
 
 
 @pytest.mark.parametrize(

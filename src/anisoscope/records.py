@@ -5,14 +5,14 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import InitVar, asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import numpy as np
 
 from anisoscope.validation import CONTROLS as CONTROLS
 from anisoscope.validation import POPULATIONS as POPULATIONS
-from anisoscope.validation import check_settings
+from anisoscope.validation import RULES, check_settings
 
 # Raised whenever the meaning of an unchanged Spec changes, so that old units are never taken for new ones.
 KEY_VERSION = 1
@@ -65,14 +65,11 @@ class Spec:
     proxy_from: str | None = None
     gradients: tuple[str, ...] = ()
     controls: tuple[str, ...] = ()
-    check: InitVar[bool] = True
-    """Whether impossible values are refused. A stored Spec is read as it is, whatever the rules were at its time."""
 
-    def __post_init__(self, check: bool) -> None:
+    def __post_init__(self) -> None:
         for item in fields(self):
             object.__setattr__(self, item.name, _plain(getattr(self, item.name)))
-        if check:
-            check_settings({item.name: getattr(self, item.name) for item in fields(self)})
+        check_settings({name: getattr(self, name) for name in RULES})
 
     def canonical(self) -> str:
         """The Spec as JSON that does not depend on the order of its fields."""
@@ -85,8 +82,14 @@ class Spec:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Spec":
-        """The Spec that `canonical` wrote."""
-        return cls(**{name: _plain(value) for name, value in values.items()}, check=False)
+        """The Spec that `canonical` wrote. Nothing is checked: it was measured, whatever the rules are now."""
+        if set(values) != {item.name for item in fields(cls)}:
+            # Another version wrote it, and an error says which field is unknown or missing.
+            return cls(**values)
+        spec = object.__new__(cls)
+        for name, value in values.items():
+            object.__setattr__(spec, name, _plain(value))
+        return spec
 
 
 def _plain(value: Any) -> Any:
