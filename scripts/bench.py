@@ -547,7 +547,7 @@ def peak_of(tokens: int) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     unit = walk(module, tokenizer, tokens, corpus=corpus)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    print(json.dumps({"before": before, "peak": peak, "windows": unit.provenance["windows"]}))
+    print(json.dumps({"before": before, "peak": peak, "windows": unit.provenance["text"]["states"]["windows"]}))
 
 
 def race_memory(peers: Peers | None, quick: bool) -> Iterator[Result]:

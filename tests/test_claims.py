@@ -34,7 +34,7 @@ from anisoscope.claims.resampling import (
 )
 from anisoscope.claims.shapes import bell, flat, judge_kinds
 from anisoscope.claims.trainings import judge_trainings
-from anisoscope.store import SCHEMA
+from anisoscope.columns import SCHEMA
 
 HOW = Resampling(resamples=400)
 BATCHES, BLOCKS = 16, 8

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from anisoscope.columns import SCHEMA
 from anisoscope.conditions import Condition, parse, place_of
 from anisoscope.errors import SpecError
 from anisoscope.records import Record
-from anisoscope.store import SCHEMA
 
 
 def row(value: float, *, site: str = "block.0", metric: str = "leading_variance", **rest: object) -> Record:

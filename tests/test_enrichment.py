@@ -9,7 +9,7 @@ from scipy import stats
 
 from anisoscope.claims import Verdict, judge
 from anisoscope.claims.enrichment import simes
-from anisoscope.store import SCHEMA
+from anisoscope.columns import SCHEMA
 
 BLOCKS = 6
 

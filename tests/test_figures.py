@@ -14,6 +14,7 @@ import pyarrow as pa
 import pytest
 
 from anisoscope.claims import judge
+from anisoscope.columns import SCHEMA
 from anisoscope.errors import SpecError
 from anisoscope.figures import (
     alignment_bins_data,
@@ -37,7 +38,7 @@ from anisoscope.figures import (
 )
 from anisoscope.printing import _alignment_table
 from anisoscope.records import Estimate, Record, Spec, Unit
-from anisoscope.store import SCHEMA, Store
+from anisoscope.store import Store
 
 NAN = math.nan
 

@@ -23,7 +23,7 @@ COMPUTING = (
     {"nulls"},
     {"estimates"},
     {"weights", "repairs"},
-    {"wikitext"},
+    {"wikitext", "large_files"},
     {"corpora"},
     {"lab", "sampling", "baselines", "penalties"},
     {"text", "trace", "tokens"},
@@ -54,9 +54,10 @@ COMPUTING = (
 )
 READING = (
     {"errors", "validation", "records", "progress", "revisions", "wikitext"},
+    {"large_files"},
     {"atomic", "columns", "grouping", "inputs", "terminal"},
     {"tables"},
-    {"store", "protocols", "integrity", "flags", "corpora"},
+    {"store", "protocols", "integrity", "flags", "corpora", "presets"},
     {"lab"},
     {"status", "claims", "conditions", "figures", "stages", "tracks", "citing"},
     {"printing"},

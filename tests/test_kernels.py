@@ -124,10 +124,11 @@ def test_the_leading_axis_is_a_unit_eigenvector_on_every_cloud(cloud: Tensor) ->
 
 def test_the_sums_of_eigenvalues_and_of_their_squares_are_right_on_every_cloud(cloud: Tensor) -> None:
     expected = reference_spectrum(cloud)
-    found = gram_sums(center(cloud))
+    centred = center(cloud)
+    found, unit = gram_sums(centred), centred.scale.square()
     assert found.dim == cloud.shape[1]
-    assert relative_error(found.total, expected.sum()) <= TOTAL_TOLERANCE
-    assert relative_error(found.squares, expected.square().sum()) <= SQUARES_TOLERANCE
+    assert relative_error(found.total * unit, expected.sum()) <= TOTAL_TOLERANCE
+    assert relative_error(found.squares * unit.square(), expected.square().sum()) <= SQUARES_TOLERANCE
 
 
 def test_all_eigenvalues_are_right_and_none_is_negative_on_every_cloud(cloud: Tensor) -> None:
@@ -323,7 +324,8 @@ def test_sums_are_made_in_float64_where_float32_products_would_be_rounded_furthe
     exact = centred.points.double() * centred.scale
     spectrum = torch.linalg.svdvals(exact).square() / 299
     precision("medium")
-    assert float((gram_sums(centred).squares / spectrum.square().sum() - 1).abs()) <= 1e-13
+    squares = gram_sums(centred).squares * centred.scale**4
+    assert float((squares / spectrum.square().sum() - 1).abs()) <= 1e-13
     assert float((moments(centred).total / spectrum.sum() - 1).abs()) <= TOTAL_TOLERANCE
     assert float((moments(centred).leading / spectrum.max() - 1).abs()) <= LEADING_TOLERANCE
 
@@ -556,7 +558,8 @@ def assert_views_are_right(cloud: Cloud) -> None:
     if float(spectrum.sum()) > 0:
         assert relative_error(cloud.moments.leading, spectrum[-1]) <= LEADING_TOLERANCE
         assert relative_error(cloud.moments.total, spectrum.sum()) <= TOTAL_TOLERANCE
-        assert relative_error(cloud.gram_sums.squares, spectrum.square().sum()) <= SQUARES_TOLERANCE
+        squares = cloud.gram_sums.squares * cloud.centred.scale**4
+        assert relative_error(squares, spectrum.square().sum()) <= SQUARES_TOLERANCE
     exact = points.double()
     directions = (exact / exact.norm(dim=1, keepdim=True)).sum(0)
     assert float((cloud.directions.total - directions).norm()) <= 1e-6 * len(points)

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -228,17 +229,107 @@ def test_two_processes_do_not_train_in_one_folder(recipe: Recipe, tmp_path: Path
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"kind": "both"}, "kind is decoder or encoder"),
+        ({"kind": "both"}, r"kind \(--kind on the command line\) is decoder or encoder; came 'both'"),
         ({"layout": "bert"}, "one of gpt_neox"),
+        ({"layers": 0}, r"--layers on the command line\) is a whole number of at least 1; came 0"),
+        ({"layers": True}, "whole number"),
+        ({"width": 0}, "--width.* at least 8; came 0"),
+        ({"width": 12}, "multiple of 8.*--width 32 can"),
         ({"heads": 5}, "multiple of 8"),
-        ({"steps": 0}, "steps is at least 1"),
-        ({"mask_rate": 1.5}, "shares"),
-        ({"dtype": "int8"}, "dtype is"),
+        ({"heads": 0}, "--heads"),
+        ({"vocabulary": 100}, "--vocabulary.* at least 261; came 100"),
+        ({"batch_size": -1}, "--batch-size"),
+        ({"steps": 0}, "--steps.* at least 1"),
+        ({"warmup": -1}, "--warmup"),
+        ({"learning_rate": -1.0}, "--learning-rate.* above 0, such as 0.001; came -1.0"),
+        ({"learning_rate": 0.0}, "--learning-rate"),
+        ({"learning_rate": math.nan}, "--learning-rate.* came nan"),
+        ({"weight_decay": -0.1}, "^weight_decay is a number of at least 0"),
+        ({"gradient_clip": math.inf}, "^gradient_clip is"),
+        ({"dropout": 1.0}, "--dropout.* a share"),
+        ({"mask_rate": 1.5}, "^mask_rate is a share"),
+        ({"sampling_exponent": math.inf}, "--sampling-exponent.* finite"),
+        ({"regularize": {"isoscore": math.nan}}, "--regularize.* finite"),
+        ({"checkpoints": 1}, "--checkpoints.* at least 2"),
+        ({"log_every": 0}, "^log_every is"),
+        ({"held_out_tokens": 0}, "^held_out_tokens is"),
+        ({"seed": -1}, "--seed.* from 0 to 4294967295"),
+        ({"seed": 2**32}, "--seed"),
+        ({"corpus": " "}, "--corpus.* such as pydoc"),
+        ({"dtype": "int8"}, "auto or float32 or bfloat16"),
     ],
 )
 def test_an_impossible_recipe_is_refused(wrong: dict, message: str) -> None:
     with pytest.raises(SpecError, match=message):
         Recipe(**wrong)
+
+
+def test_every_field_of_a_recipe_has_its_type_checked() -> None:
+    # In a process of its own, without the checks of types that tests switch on.
+    code = """
+import dataclasses
+from anisoscope.errors import SpecError
+from anisoscope.lab import Recipe
+for field in dataclasses.fields(Recipe):
+    for wrong in (object(), "3", 2.5j, [1]):
+        try:
+            Recipe(**{field.name: wrong})
+        except SpecError as error:
+            assert field.name in str(error), error
+        else:
+            assert (field.name, wrong) == ("corpus", "3"), field.name
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_start_that_failed_takes_a_corrected_recipe(recipe: Recipe, tmp_path: Path) -> None:
+    with pytest.raises(CorpusError, match="too few"):
+        train(replace(recipe, seq_len=4096), tmp_path, device="cpu")
+
+    class Refuse(TrainerCallback):
+        def on_train_begin(self, *_: object, **__: object) -> None:
+            raise SpecError("nothing can be measured")
+
+    with pytest.raises(SpecError, match="nothing can be measured"):
+        train(replace(recipe, width=16, vocabulary=300), tmp_path, device="cpu", callbacks=[Refuse()])
+    assert (tmp_path / "checkpoint-0").exists()
+    done = train(replace(recipe, steps=1, checkpoints=2), tmp_path, device="cpu")
+    assert done.finished
+    assert load_model(str(done.checkpoints[0])).module.config.hidden_size == 32
+    # One step was made: now the folder holds this training and no other.
+    with pytest.raises(SpecError, match="steps=1"):
+        train(recipe, tmp_path, device="cpu")
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 1.5 MB: tokens, tokenizer and the first checkpoints fit, not the states of a whole training."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=1536k", "tmpfs", str(folder)]
+    try:
+        mounted = subprocess.run(command, capture_output=True, check=False).returncode == 0
+    except FileNotFoundError:
+        mounted = False
+    if not mounted:
+        pytest.skip("only root can mount a small disk")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def test_a_full_disk_is_one_sentence_and_earlier_checkpoints_stay(recipe: Recipe, small_disk: Path) -> None:
+    with pytest.raises(StoreError, match=f"cannot write to {small_disk}/run: no space left on its disk"):
+        train(replace(recipe, checkpoints=20), small_disk / "run", device="cpu")
+    kept = sorted(path for path in (small_disk / "run").glob("checkpoint-*") if path.suffix != ".part")
+    assert kept
+    for path in kept:
+        load_model(str(path))
+    # With room again, the same command goes on.
+    subprocess.run(["mount", "-o", "remount,size=64m", str(small_disk)], check=True)
+    assert train(replace(recipe, checkpoints=20), small_disk / "run", device="cpu").finished
 
 
 def test_an_impossible_training_is_refused(recipe: Recipe, tmp_path: Path) -> None:

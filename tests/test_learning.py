@@ -9,7 +9,7 @@ from scipy import stats
 
 from anisoscope.claims import Verdict, judge
 from anisoscope.claims.learning import beyond_untrained
-from anisoscope.store import SCHEMA
+from anisoscope.columns import SCHEMA
 
 BLOCKS = 4
 STEPS = (0, 1, 4, 16, 64, 256, 1024)

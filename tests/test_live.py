@@ -259,6 +259,20 @@ def test_the_halves_of_the_probe_share_no_document(watch: Any) -> None:
         assert np.array_equal(again.windows.token_ids, scope.windows.token_ids)
 
 
+def test_a_live_unit_names_the_text_of_its_states(watch: Any) -> None:
+    scope = train(watch(), steps=1).scope
+    assert scope is not None
+    text = scope.store.get(replace(scope.spec, step=0).key).provenance["text"]
+    assert set(text) == {"states"}
+    assert text["states"] == {
+        "corpus": scope.spec.corpus,
+        "corpus_hash": scope.spec.corpus_hash,
+        "windows": len(scope.windows.token_ids),
+        "tokens": 256,
+        "documents": len(set(scope.windows.documents.ravel().tolist())),
+    }
+
+
 def test_a_corpus_of_one_document_is_cut_in_the_middle(watch: Any, corpus_file: Path, tmp_path: Path) -> None:
     text = tmp_path / "one.txt"
     text.write_text((corpus_file / "document00.txt").read_text())

@@ -671,3 +671,12 @@ def test_an_example_that_is_false_is_found() -> None:
 def test_metrics_can_be_called_as_the_functions_they_are() -> None:
     assert isinstance(isoscore, Metric)
     assert float(isoscore(sums_of(torch.ones(4, dtype=torch.float64)))) == 1
+
+
+@pytest.mark.parametrize("scale", [1e100, 1e150, 1e-100, 1e-150])
+@pytest.mark.parametrize("name", ["isoscore", "isoscore_star", "participation_ratio", "leading_variance"])
+def test_ratios_of_variances_are_those_of_points_of_any_size(name: str, scale: float) -> None:
+    """The square of a variance of 1e200 is beyond float64, and that of 1e-300 below it."""
+    points = normal(300, 8) * torch.arange(1.0, 9.0, dtype=torch.float64)
+    expected = estimate(points, name)[name].value
+    assert estimate(points * scale, name)[name].value == pytest.approx(expected, rel=1e-5)

@@ -560,7 +560,7 @@ def test_own_is_what_a_plain_walk_over_the_second_half_gives(
     own = rows(changed, variant="norm=own")
     assert [(row.metric, row.values) for row in own] == [(row.metric, row.values) for row in plain.records]
     assert changed.key != plain.key
-    assert changed.provenance["windows"] == 32
+    assert changed.provenance["text"]["states"]["windows"] == 32
 
 
 def with_norm(decoder: Model, **weights: Tensor) -> Model:

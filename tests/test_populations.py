@@ -124,14 +124,16 @@ def test_types_leave_the_global_random_state_alone() -> None:
     assert torch.equal(before, torch.random.get_rng_state())
 
 
-def test_matched_is_a_random_part_of_all_with_as_many_points_as_types() -> None:
+def test_matched_is_a_random_part_of_content_with_as_many_points_as_types() -> None:
     drawn = [select("matched", POINTS, TOKENS, seed=seed) for seed in range(300)]
     for chosen in drawn:
         assert len(set(chosen)) == len(chosen) == 4
         assert chosen == sorted(chosen)
-    # Specials and first positions too, each about a third of the time.
-    for place in range(12):
-        assert 65 < sum(place in chosen for chosen in drawn) < 135
+        # What it is compared with has neither special tokens nor first positions.
+        assert set(chosen) <= set(CONTENT)
+    # Each about as often as four of them all are.
+    for place in CONTENT:
+        assert abs(sum(place in chosen for chosen in drawn) - 300 * 4 / len(CONTENT)) < 45
 
 
 def test_an_unknown_population_is_refused_with_the_names_there_are() -> None:

@@ -14,12 +14,13 @@ from shell import Shell
 from typer.testing import CliRunner
 
 from anisoscope.cli import app
+from anisoscope.columns import SCHEMA
 from anisoscope.protocols import load_protocol
 from anisoscope.reproductions import PAPERS, Outcome, find_paper, judge_paper
 from anisoscope.reproductions.nouns import Claimed, Paper, Reading, View
 from anisoscope.reproductions.plans import plan_recipes, plan_settings, published
 from anisoscope.reproductions.showing import print_listed, print_outcomes
-from anisoscope.store import SCHEMA, Store
+from anisoscope.store import Store
 
 BLOCKS, BATCHES = 8, 16
 BELL = 0.1 + 0.5 * np.sin(np.linspace(0, np.pi, BLOCKS))

@@ -186,14 +186,20 @@ def wait_for(event: Any, process: subprocess.Popen[bytes] | None = None, seconds
 def kill_workers_while(store: Path, seconds: list[float]) -> threading.Thread:
     """A thread that kills whoever is measuring, some time after they began: so often as there are times given."""
 
+    killed: set[int] = set()
+
+    def measuring() -> set[int]:
+        """Processes that were not killed before: the marks of those stay for a while."""
+        return {who["pid"] for who in Store(store).running().values()} - killed
+
     def hunt() -> None:
         for pause in seconds:
-            if not wait_for(lambda: Store(store).running()):
-                return
+            wait_for(measuring)
             time.sleep(pause)
-            for who in Store(store).running().values():
+            for process in measuring():
+                killed.add(process)
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(who["pid"], signal.SIGKILL)
+                    os.kill(process, signal.SIGKILL)
 
     thread = threading.Thread(target=hunt, daemon=True)
     thread.start()
@@ -224,10 +230,11 @@ def test_a_worker_that_always_dies_is_a_failure_with_its_reason(specs: list[Spec
     hunter = kill_workers_while(tmp_path, [0.0, 0.0])
     swept = resume(specs[:1], tmp_path, "processes", workers=1, max_retries=1)
     hunter.join(60)
-    if swept.failed:
-        assert "the worker process died" in Store(tmp_path).failures()[0]["message"]
-        assert survey(Store(tmp_path)).count("failed") == 1
-    assert len(resume(specs[:1], tmp_path).measured) == len(swept.failed)
+    assert not hunter.is_alive()
+    assert len(swept.failed) == 1
+    assert "the worker process died" in Store(tmp_path).failures()[0]["message"]
+    assert survey(Store(tmp_path)).count("failed") == 1
+    assert len(resume(specs[:1], tmp_path).measured) == 1
 
 
 def test_workers_end_with_a_killed_driver(run_folder: Path, corpus_file: Path, tmp_path: Path) -> None:

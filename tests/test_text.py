@@ -12,17 +12,23 @@ import urllib.error
 import urllib.request
 import zipfile
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
-from anisoscope import corpora
+import anisoscope as an
+from anisoscope import corpora, large_files
 from anisoscope.corpora import CORPORA, Corpus, load_corpus
 from anisoscope.errors import CorpusError, MissingPackageError, SpecError
-from anisoscope.text import draw_windows, token_frequencies
+from anisoscope.large_files import LargeLines, LargeText
+from anisoscope.models import load_model
+from anisoscope.probes import draw_probe
+from anisoscope.text import Windows, draw_windows, token_frequencies
 
 
 @pytest.fixture(autouse=True)
@@ -540,3 +546,125 @@ def test_enwik8_is_downloaded_once_and_checked(tmp_path, monkeypatch):
     assert load_corpus("enwik8") == load_corpus("enwik8")
     assert asked == [corpora.ENWIK8_URL] * 2
     assert sorted(path.name.split("-")[0] for path in corpora._cache_folder().iterdir()) == ["enwik8", "enwik8.zip"]
+
+
+# Files that stay on disk.
+
+PIECES = (
+    *("a few words. ", "übermäßig große Wörter; ", "漢字かな交じり文。\n", "\U0001d54f and \u2028 more!\n\n"),
+    "x" * 90,
+)
+
+
+def texts(count: int) -> list[str]:
+    chooser = np.random.default_rng(0)
+    return ["".join(PIECES[k] for k in chooser.integers(len(PIECES), size=400)) for _ in range(count)]
+
+
+def write_large(folder: Path, kind: str) -> Path:
+    path = folder / f"large.{kind}"
+    if kind == "txt":
+        path.write_bytes(b"\xef\xbb\xbf" + "\r\n".join(texts(30)).encode())
+        return path
+    lines = [json.dumps({"text": text}, ensure_ascii=bool(place % 2)) for place, text in enumerate(texts(40))]
+    lines[3:3] = ["", json.dumps({"text": " \n"}), "  "]
+    path.write_bytes("\r\n".join(lines).encode())
+    return path
+
+
+@pytest.mark.parametrize("kind", ["txt", "jsonl"])
+def test_a_file_that_stays_on_disk_gives_the_same_text_and_numbers(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved_models: dict[str, Path]
+) -> None:
+    path = write_large(tmp_path, kind)
+    tokenizer = load_model(str(saved_models["decoder"]), device="cpu").tokenizer
+    whole = load_corpus(str(path))
+    monkeypatch.setattr(corpora, "LARGE_FILE", 0)
+    monkeypatch.setattr(large_files, "_BLOCK", 1000)
+    monkeypatch.chdir(tmp_path)
+    left = replace(load_corpus(path.name), name=whole.name)
+    monkeypatch.chdir("/")
+    assert isinstance(whole.documents, tuple)
+    assert isinstance(left.documents[0], LargeText) == (kind == "txt")
+    assert isinstance(left.documents, LargeLines) == (kind == "jsonl")
+    assert left.hash == whole.hash
+    assert list(left.titles) == list(whole.titles)
+    assert [str(text) for text in left.documents] == list(whole.documents)
+    spec = an.Spec(model="tiny", tokens=2048, seq_len=32, seed=3)
+    for one, other in zip(
+        (draw_windows(whole, tokenizer, seq_len=32, count=40, seed=1), *halves(draw_probe(spec, tokenizer, whole))),
+        (draw_windows(left, tokenizer, seq_len=32, count=40, seed=1), *halves(draw_probe(spec, tokenizer, left))),
+        strict=True,
+    ):
+        assert np.array_equal(one.token_ids, other.token_ids)
+        assert np.array_equal(one.documents, other.documents)
+        assert np.array_equal(one.sentences, other.sentences)
+    assert np.array_equal(token_frequencies(whole, tokenizer), token_frequencies(left, tokenizer))
+    frequencies = [draw_probe(spec, tokenizer, corpus).log_frequency for corpus in (whole, left)]
+    assert np.array_equal(*frequencies)
+
+
+def halves(probe: Any) -> tuple[Windows, Windows, Windows]:
+    return probe.fit, probe.test, probe.windows
+
+
+def test_faults_of_a_file_that_stays_on_disk_are_those_of_one_that_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faults = {
+        "bad.txt": "ü".encode() * 900 + b"\xff more",
+        "blank.txt": b" \n" * 2000,
+        "blank.jsonl": b'{"text": " "}\n',
+    }
+    faults |= {"bad.jsonl": b'{"text": "a"}\n{"text": 5}\n', "half.jsonl": b'{"text": "\\ud800"}\n'}
+    said: dict[str, list[str]] = {name: [] for name in faults}
+    for limit in (1 << 25, 0):
+        monkeypatch.setattr(corpora, "LARGE_FILE", limit)
+        monkeypatch.setattr(large_files, "_BLOCK", 1000)
+        for name, data in faults.items():
+            (tmp_path / name).write_bytes(data)
+            with pytest.raises(CorpusError) as caught:
+                load_corpus(str(tmp_path / name))
+            said[name].append(str(caught.value))
+    for name, (one, other) in said.items():
+        assert one == other, name
+
+
+def test_a_file_that_changes_while_it_is_measured_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(corpora, "LARGE_FILE", 0)
+    path = write_large(tmp_path, "txt")
+    document = load_corpus(str(path)).documents[0]
+    path.write_text("something else")
+    with pytest.raises(CorpusError, match=r"large.txt changed while it was measured"):
+        document[0:10]
+
+
+LARGE = """
+import resource, sys
+from anisoscope.corpora import load_corpus
+from anisoscope.models import load_model
+from anisoscope.probes import draw_probe
+from anisoscope.records import Spec
+from anisoscope.text import draw_windows
+tokenizer = load_model("pocket-decoder").tokenizer
+corpus = load_corpus(sys.argv[1])
+assert draw_windows(corpus, tokenizer, seq_len=128, count=64, seed=0).token_ids.shape == (64, 128)
+assert len(draw_probe(Spec(model="m", tokens=8192, seq_len=128), tokenizer, corpus).windows.token_ids) == 64
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+
+
+@pytest.mark.parametrize("kind", ["txt", "jsonl"])
+def test_memory_does_not_grow_with_the_size_of_a_text_file(kind: str, tmp_path: Path) -> None:
+    peaks = []
+    paragraph = "".join(texts(1))
+    block = json.dumps({"text": paragraph}) + "\n" if kind == "jsonl" else paragraph + "\n"
+    path = tmp_path / f"text.{kind}"
+    for size in (40_000_000, 200_000_000):
+        with path.open("w", encoding="utf-8") as file:
+            for _ in range(size // len(block.encode())):
+                file.write(block)
+        done = subprocess.run([sys.executable, "-c", LARGE, str(path)], capture_output=True, text=True, check=True)
+        peaks.append(int(done.stdout))
+    path.unlink()
+    assert peaks[1] < 1.2 * peaks[0]

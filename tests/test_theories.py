@@ -9,7 +9,7 @@ from scipy import stats
 
 from anisoscope.claims import Verdict, judge
 from anisoscope.claims.theories import GROWTH, PREDICTIONS, Prediction
-from anisoscope.store import SCHEMA
+from anisoscope.columns import SCHEMA
 
 STEPS = (0, 10, 100, 1000, 2000, 4000, 8000, 16000)
 

@@ -1,5 +1,6 @@
 """From text to records, on models built here."""
 
+import itertools
 import math
 import subprocess
 import sys
@@ -182,6 +183,10 @@ def test_linearity_compares_neighbouring_sites(decoder: Model, corpus_file: Path
     spec = spec_for(corpus_file, metrics=("linearity",), populations=("all",), batch_points=1024)
     unit = measure(spec, model=decoder, progress=False)
     order = ["embed", *(f"block.{k}" for k in range(6)), "final_norm"]
+    metrics = {row.metric for row in unit.records}
+    assert "procrustes_linearity" in metrics
+    assert len(metrics) > 1
+    assert sorted((row.metric, row.site) for row in unit.records) == sorted(itertools.product(metrics, order))
     for row in unit.records:
         if row.site == "embed":
             assert math.isnan(row.value)

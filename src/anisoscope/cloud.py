@@ -198,8 +198,8 @@ def select_population(
 
     `all`: every token. `content`: no special tokens, no first position of a window. `typical`: `content` without tokens
     whose norm at this site exceeds max(median + k · 1.4826 · MAD, 2 · median) over the batch. `types`: one seeded
-    random occurrence of each token id among `content`. `matched`: a seeded random subset of `all` with as many points
-    as `types`, so that what repeats do and what sample size does can be told apart.
+    random occurrence of each token id among `content`. `matched`: a seeded random subset of `content` with as many
+    points as `types`: the two differ in repeats alone, not in sample size, special tokens or first positions.
     """
     if name == "typical":
         return select_typical(points, select_members("content", tokens, seed=seed), typical_k)
@@ -220,7 +220,8 @@ def select_members(name: str, tokens: Tokens, *, seed: int) -> Int[Tensor, " m"]
     if name == "types":
         return torch.from_numpy(np.sort(types)).to(device)
     if name == "matched":
-        return torch.from_numpy(np.sort(torch.randperm(n, generator=generator).numpy()[: len(types)])).to(device)
+        drawn = torch.randperm(len(content), generator=generator).numpy()[: len(types)]
+        return torch.from_numpy(content[np.sort(drawn)]).to(device)
     raise SpecError(f"unknown population {name!r}; there are {', '.join(POPULATIONS)}")
 
 

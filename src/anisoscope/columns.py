@@ -2,10 +2,9 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, Field, fields
+from dataclasses import Field, fields
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 
 from anisoscope.records import Record, Spec
@@ -37,6 +36,7 @@ def _annotation(item: Field[Any]) -> str:
 SCHEMA = pa.schema([(item.name, _RECORD_TYPES[_annotation(item)]) for item in fields(Record)])
 """One column for each field of a Record: what a result file holds."""
 
+_FIELDS = {item.name for item in fields(Spec)}
 _SETTINGS = {item.name: item for item in fields(Spec) if item.name not in (*_IN_RECORDS, *_CHOOSE_ROWS)}
 
 SETTINGS_SCHEMA = pa.schema(
@@ -50,15 +50,17 @@ TABLE_SCHEMA = pa.schema([*SCHEMA, *SETTINGS_SCHEMA])
 def settings_row(spec: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of a Spec, given as a dict of its fields, as one row of columns; tuples are joined with commas.
 
-    A field that the Spec does not have, because an older version wrote it, has its default.
+    A field that the Spec does not have, because an older version wrote it, has its default. Fields of a newer version
+    are named in `unknown_fields`, so that rows which differ in them are not taken for rows of one setting.
 
     >>> row = settings_row({"model": "m", "tokens": 8192, "controls": ["shares", "type_disjoint"]})
     >>> row["measured_tokens"], row["seq_len"], row["requested_rank"], row["controls"]
     (8192, 512, '16', 'shares,type_disjoint')
     """
     row = {}
+    unknown = [f"{name}={value}" for name, value in sorted(spec.items()) if name not in _FIELDS]
     for name, item in _SETTINGS.items():
-        value = spec.get(name, None if item.default is MISSING else item.default)
+        value = unknown if name == "unknown_fields" else spec.get(name, item.default)
         column = _RENAMED.get(name, name)
         if value is not None and SETTINGS_SCHEMA.field(column).type == _TEXT:
             value = ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
@@ -66,18 +68,15 @@ def settings_row(spec: Mapping[str, Any]) -> dict[str, Any]:
     return row
 
 
-def add_settings(rows: pa.Table, specs: Sequence[Mapping[str, Any]], counts: Sequence[int]) -> pa.Table:
-    """The rows of several results with the settings of their Specs as columns at the end.
-
-    `specs` are the Specs of the results in the order of their rows, `counts` how many rows each result has.
-    """
+def settings_columns(specs: Sequence[Mapping[str, Any]], result_numbers: pa.Array) -> list[pa.Array]:
+    """The columns of `SETTINGS_SCHEMA` for rows of several results; each row has the place of its result in `specs`."""
     found = [settings_row(spec) for spec in specs]
-    place = pa.array(np.repeat(np.arange(len(found)), counts))
+    columns = []
     for column in SETTINGS_SCHEMA:
         text = pa.types.is_dictionary(column.type)
         values = pa.array([row[column.name] for row in found], pa.string() if text else column.type)
-        rows = rows.append_column(column, (values.dictionary_encode() if text else values).take(place))
-    return rows
+        columns.append((values.dictionary_encode() if text else values).take(result_numbers))
+    return columns
 
 
 def record_from(row: Mapping[str, Any]) -> Record:

@@ -20,7 +20,7 @@ import urllib.request
 import warnings
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
@@ -31,12 +31,17 @@ import numpy as np
 from anisoscope.atomic import write_file
 from anisoscope.errors import CorpusError, MissingPackageError
 from anisoscope.inputs import read_file
+from anisoscope.large_files import LargeText, LinesRead, decode, text_of_line
 from anisoscope.wikitext import read_articles
 
+# More than the memory of most machines; a corpus in many files has no limit.
+_FILE_BYTES = 1 << 36
 SEPARATOR = "\n\n"
 """Stands between two documents that share a window."""
 HUB_CHARACTERS = 100_000_000
 """Random rows of a hub dataset are read until they hold this many characters: as many as enwik8 has bytes."""
+LARGE_FILE = 1 << 25
+"""A text file of more bytes stays on disk."""
 HELD_OUT_EVERY = 50
 CLEANING_VERSION = 1
 """Raised whenever the cleaned text of an unchanged enwik8 changes."""
@@ -50,8 +55,9 @@ class Corpus:
 
     name: str
     """`pydoc`, `enwik8`, `stdin`, or a file, folder or `hf:` dataset as the user wrote it."""
-    documents: tuple[str, ...]
-    titles: tuple[str, ...]
+    documents: Sequence[str | LargeText]
+    """A tuple of strings; those of a file of more than `LARGE_FILE` bytes are read from it when they are used."""
+    titles: Sequence[str]
     """One per document: module, article, file, line or row."""
     hash: str
     """SHA-256 over the documents, each preceded by its length."""
@@ -79,6 +85,8 @@ def load_corpus(name: str) -> Corpus:
         return _read_dataset(name)
     if path.is_file() and path.name in ENWIK8_NAMES:
         return _clean_enwik8(path)
+    if path.is_file() and path.stat().st_size > LARGE_FILE and path.suffix not in (".gz", ".zip"):
+        return _leave_on_disk(name, path)
     if path.is_file():
         return _gather(name, _read_file(path, path.name))
     if path.is_dir():
@@ -98,7 +106,7 @@ def split_held_out(corpus: Corpus) -> tuple[Corpus, Corpus]:
     every = min(HELD_OUT_EVERY, len(corpus.documents))
     if every < 2:
         raise CorpusError(f"corpus {corpus.name} is one document; training holds documents out and needs at least two")
-    titled = list(zip(corpus.titles, corpus.documents, strict=True))
+    titled = [(title, str(text)) for title, text in zip(corpus.titles, corpus.documents, strict=True)]
     kept = [pair for place, pair in enumerate(titled) if place % every != every - 1]
     held_out = titled[every - 1 :: every]
     return _gather(f"trained:{corpus.name}", kept), _gather(f"heldout:{corpus.name}", held_out, corpus.notes)
@@ -111,29 +119,47 @@ def _gather(name: str, texts: Iterable[tuple[str, str]], notes: tuple[str, ...] 
         raise CorpusError(f"corpus {name} is empty: wanted at least one text that is not blank")
     digest = hashlib.sha256()
     for title, text in kept:
-        try:
-            data = text.encode()
-        except UnicodeEncodeError as error:
-            raise CorpusError(
-                f"{title} in corpus {name} holds half a surrogate pair at character {error.start}: not Unicode text"
-            ) from error
-        digest.update(b"%d:" % len(data))
-        digest.update(data)
+        _add_to_hash(digest, _encode(text, title, name))
     titles, documents = zip(*kept, strict=True)
     return Corpus(name=name, documents=documents, titles=titles, hash=digest.hexdigest(), notes=notes)
 
 
-def _decode(data: bytes, where: str, offset: int = 0) -> str:
+def _encode(text: str, title: str, name: str) -> bytes:
     try:
-        return data.decode().removeprefix("\ufeff")
-    except UnicodeDecodeError as error:
+        return text.encode()
+    except UnicodeEncodeError as error:
         raise CorpusError(
-            f"{where} is not UTF-8 at byte {offset + error.start}: {error.reason}. Convert it, e.g. with iconv"
+            f"{title} in corpus {name} holds half a surrogate pair at character {error.start}: not Unicode text"
         ) from error
 
 
-# More than the memory of most machines; a corpus in many files has no limit.
-_FILE_BYTES = 1 << 36
+def _add_to_hash(digest: Any, data: bytes) -> None:
+    digest.update(b"%d:" % len(data))
+    digest.update(data)
+
+
+def _leave_on_disk(name: str, path: Path) -> Corpus:
+    """The same documents, titles and hash as of a file that is read whole, in a small part of the memory."""
+    digest = hashlib.sha256()
+    if path.suffix == ".jsonl":
+        lines = LinesRead(path)
+        for number, text in lines:
+            _add_to_hash(digest, _encode(text, f"{path.name}:{number}", name))
+        documents, titles = lines.found(path.name)
+        empty = not len(documents)
+    else:
+        text = LargeText(path)
+        digest.update(b"%d:" % text.bytes)
+        for _, data in text.blocks():
+            digest.update(data)
+        documents, titles, empty = (text,), (path.name,), text.is_blank
+    if empty:
+        raise CorpusError(f"corpus {name} is empty: wanted at least one text that is not blank")
+    return Corpus(name=name, documents=documents, titles=titles, hash=digest.hexdigest())
+
+
+def _decode(data: bytes, where: str, offset: int = 0) -> str:
+    return decode(data, where, offset).removeprefix("\ufeff")
 
 
 def _unpack(path: Path) -> bytes:
@@ -158,11 +184,7 @@ def _read_file(path: Path, title: str) -> Iterator[tuple[str, str]]:
     # Not splitlines(): JSON strings may hold U+2028 and its like unescaped.
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
-            try:
-                # Adding "" refuses what is not a string.
-                yield f"{title}:{number}", json.loads(line)["text"] + ""
-            except (ValueError, KeyError, TypeError) as error:
-                raise CorpusError(f'{path} line {number} is not a JSON object with a string "text"') from error
+            yield f"{title}:{number}", text_of_line(line, path, number)
 
 
 # Parsing the standard library takes seconds, and it does not change while a program runs.

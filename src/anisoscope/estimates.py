@@ -155,10 +155,10 @@ def estimate(
     A family stands for those of its metrics that need no model, nor labels that were not given for a trend.
 
     For metrics of the families alignment, pinning and curvature: `grads` are the gradients of a loss at the points,
-    `windows` says which window of text each point comes from and `documents` which document (half of the documents are
-    fitted on, half tested; one window of each is used where windows are permuted; without `documents` each window is one
-    of its own), `frequencies` how frequent its token is, `gradient` whether the coupled one (`virtual`) or the rows
-    themselves (`activation`) are tested. They are not split into batches.
+    `windows` says which window of text each point comes from, `documents` which document (half of them are fitted on,
+    half tested, and of each one window is used where windows are permuted; by default each window is a document),
+    `frequencies` how frequent its token is, `gradient` whether the coupled one (`virtual`) or the rows themselves
+    (`activation`) are tested. They are not split into batches.
 
     >>> import numpy as np, anisoscope as an
     >>> line = np.arange(12.0).reshape(-1, 1) * np.array([[1.0, 2.0, 2.0]])

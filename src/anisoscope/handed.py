@@ -97,7 +97,10 @@ def _of_gradients(
         pairing = pair_windows(states, rows, tested, documents=owners, seed=seed)
         found, moment = coupled_alignment(pairing, fitted, seed=seed), pairing.moments[0]
     else:
-        found, moment = uncoupled_alignment(rows, fitted, documents=owners, seed=seed), second_moment(rows)
+        found, moment = (
+            uncoupled_alignment(rows, fitted, documents=owners, states=states, seed=seed),
+            second_moment(rows),
+        )
     place = {**_PLACE, "points": len(rows)}
     yield from enrichment_rows(named, found, leading_shares(moment[None])[0], columns={}, **place)
     if "tangent_anisotropy_share" in named:

@@ -4,6 +4,7 @@ import itertools
 import math
 from collections.abc import Sequence
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -75,6 +76,7 @@ def hold_against(
                 spaces=beside,
                 seed=seed,
                 shuffled=None if shuffled is None else shuffled.rows,
+                states=torch.stack([place.here.values for place in held.places]),
             )
         for at, (mine, every) in enumerate(zip(usable, found, strict=True)):
             rows[at] += held.enrichment(at, gradient, mine, every, shares[at * len(held.gradients) + number])

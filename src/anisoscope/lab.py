@@ -3,18 +3,58 @@
 Nothing heavy is imported before a model or tokenizer is built: a command line can read the defaults at once.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from anisoscope.corpora import Corpus
 from anisoscope.errors import SpecError
+from anisoscope.large_files import lengths_of
 
 VOCABULARY = 2048
 # Characters of the corpus a tokenizer of that size learns from: enough for it, read in about a second.
 TOKENIZER_CHARACTERS = 1_000_000
 LAYOUTS = {"gpt_neox": "decoder", "bert": "encoder", "eurobert": "encoder"}
+
+
+_CHOICES = {
+    "kind": ("decoder", "encoder"),
+    "dtype": ("auto", "float32", "bfloat16"),
+    "tied": (None, True, False),
+    "compiled": (True, False),
+}
+_WHOLE_NUMBERS: Mapping[str, tuple[int, float]] = {
+    "layers": (1, math.inf),
+    "width": (8, math.inf),
+    "heads": (1, math.inf),
+    # 256 bytes and the special tokens.
+    "vocabulary": (261, math.inf),
+    "seq_len": (4, math.inf),
+    "batch_size": (1, math.inf),
+    "steps": (1, math.inf),
+    "warmup": (0, math.inf),
+    "checkpoints": (2, math.inf),
+    "log_every": (1, math.inf),
+    "held_out_tokens": (1, math.inf),
+    # What numpy's global generator takes.
+    "seed": (0, 2**32 - 1),
+}
+_NUMBERS: Mapping[str, tuple[Callable[[float], bool], str]] = {
+    "learning_rate": (lambda value: value > 0, "a number above 0, such as 0.001"),
+    "weight_decay": (lambda value: value >= 0, "a number of at least 0"),
+    "gradient_clip": (lambda value: value >= 0, "a number of at least 0 (0: no clipping)"),
+    "dropout": (lambda value: 0 <= value < 1, "a share: at least 0 and below 1"),
+    "mask_rate": (lambda value: 0 < value < 1, "a share: above 0 and below 1"),
+    "sampling_exponent": (lambda value: True, "a finite number"),
+}
+# Fields of a Recipe that `anisoscope train` has no flag for.
+_NO_FLAG = ("weight_decay", "gradient_clip", "mask_rate", "log_every", "held_out_tokens")
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,23 +105,36 @@ class Recipe:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be trained."""
-        if self.kind not in ("decoder", "encoder"):
-            raise SpecError(f"kind is decoder or encoder; came {self.kind!r}")
-        if self.layout is not None and LAYOUTS.get(self.layout) != self.kind:
+        """Refuse what cannot be trained: every type and range, before anything is written."""
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                self._refuse(name, " or ".join(map(str, choices)))
+        if self.layout is not None and (not isinstance(self.layout, str) or LAYOUTS.get(self.layout) != self.kind):
             fitting = ", ".join(name for name, kind in LAYOUTS.items() if kind == self.kind)
             raise SpecError(f"the layout of this {self.kind} is one of {fitting}; came {self.layout!r}")
-        if self.dtype not in ("auto", "float32", "bfloat16"):
-            raise SpecError(f"dtype is auto, float32 or bfloat16; came {self.dtype!r}")
-        if self.heads < 1 or self.width % (8 * self.heads):
-            raise SpecError(f"a head's width is a multiple of 8; {self.width} cannot be dealt to {self.heads} heads")
-        least = {"layers": 1, "vocabulary": 261, "seq_len": 4, "batch_size": 1, "steps": 1, "warmup": 0}
-        least |= {"checkpoints": 2, "log_every": 1, "held_out_tokens": 1, "seed": 0}
-        for name, number in least.items():
-            if getattr(self, name) < number:
-                raise SpecError(f"{name} is at least {number}; came {getattr(self, name)}")
-        if not 0 < self.mask_rate < 1 or not 0 <= self.dropout < 1:
-            raise SpecError(f"mask_rate and dropout are shares; came {self.mask_rate} and {self.dropout}")
+        for name, (least, most) in _WHOLE_NUMBERS.items():
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+                limit = f"from {least} to {most}" if most < math.inf else f"of at least {least}"
+                self._refuse(name, f"a whole number {limit}")
+        for name, (fits, wanted) in _NUMBERS.items():
+            value = getattr(self, name)
+            if not _is_finite(value) or not fits(value):
+                self._refuse(name, wanted)
+        if self.width % (8 * self.heads):
+            raise SpecError(
+                f"a head's width is a multiple of 8; {self.width} cannot be dealt to {self.heads} heads: "
+                f"--width {8 * self.heads * max(1, round(self.width / (8 * self.heads)))} can"
+            )
+        if not isinstance(self.corpus, str) or not self.corpus.strip():
+            self._refuse("corpus", "the name of a corpus, such as pydoc, or a file or folder")
+        if not isinstance(self.regularize, Mapping) or not all(map(_is_finite, self.regularize.values())):
+            self._refuse("regularize", "METRIC=WEIGHT with finite weights, such as leading_variance=0.1")
+
+    def _refuse(self, name: str, wanted: str) -> NoReturn:
+        flag = {"compiled": "--compile"}.get(name, f"--{name.replace('_', '-')}")
+        where = "" if name in _NO_FLAG else f" ({flag} on the command line)"
+        raise SpecError(f"{name}{where} is {wanted}; came {getattr(self, name)!r}")
 
     @property
     def family(self) -> str:
@@ -267,6 +320,6 @@ def train_tokenizer(
 
 def _sample(corpus: Corpus, vocabulary: int) -> list[str]:
     """Documents spread evenly over the corpus, up to the character limit, which grows with the vocabulary."""
-    total = sum(len(document) for document in corpus.documents)
+    total = int(lengths_of(corpus.documents).sum())
     stride = max(1, total // (TOKENIZER_CHARACTERS * max(1, vocabulary // VOCABULARY)))
-    return list(corpus.documents[::stride])
+    return [str(document) for document in corpus.documents[::stride]]

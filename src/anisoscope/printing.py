@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import asdict
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from anisoscope.records import Record, Unit, site_order
+from anisoscope.records import Record, Unit, describe_text, site_order
 from anisoscope.stages import NORM_METRICS, STAGES, StageChange, stage_changes
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -67,8 +68,8 @@ def print_unit(unit: Unit, *, full: bool = False) -> None:
     console.print(Text(f"\n{spec.model}" + (f" @ {spec.revision}" if spec.revision else ""), style="bold"), Text(kind))
     console.print(
         Text(
-            f"{spec.corpus} · {unit.provenance['windows']} windows of {spec.seq_len} tokens · batches of at least "
-            f"{spec.batch_points} points · {spec.dtype} · key {unit.key}"
+            f"{describe_text(asdict(spec), unit.provenance)} · batches of at least {spec.batch_points} points · "
+            f"{spec.dtype} · key {unit.key}"
         )
     )
     stacks = list(dict.fromkeys(record.stack for record in records if record.site != "output"))

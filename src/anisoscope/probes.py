@@ -1,6 +1,7 @@
 """The probe: text that stays the same through a training, in two halves that share no document."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -9,6 +10,7 @@ import numpy as np
 from jaxtyping import Float
 
 from anisoscope.corpora import Corpus
+from anisoscope.large_files import LargeText, lengths_of, take
 from anisoscope.records import Spec
 from anisoscope.text import Windows, draw_windows, token_frequencies
 
@@ -55,7 +57,7 @@ def draw_probe(spec: Spec, tokenizer: Any, corpus: Corpus) -> Probe:
     notes = ("the corpus is one document: its halves are two parts of it",) if len(corpus.documents) == 1 else ()
     halves = []
     for owners, documents in _halve(corpus.documents, spec.seed):
-        part = replace(corpus, documents=documents, titles=tuple(corpus.titles[owner] for owner in owners))
+        part = replace(corpus, documents=documents, titles=take(corpus.titles, owners))
         drawn = draw_windows(
             part,
             tokenizer,
@@ -70,18 +72,20 @@ def draw_probe(spec: Spec, tokenizer: Any, corpus: Corpus) -> Probe:
     return Probe(corpus=corpus, tokenizer=tokenizer, windows=_in_turn(fit, test), fit=fit, test=test)
 
 
-def _halve(documents: tuple[str, ...], seed: int) -> list[tuple[tuple[int, ...], tuple[str, ...]]]:
+def _halve(documents: Sequence[Any], seed: int) -> list[tuple[tuple[int, ...], Sequence[Any]]]:
     """Twice: indices of documents, and their texts; about as many characters in each."""
     if len(documents) == 1:
-        middle = len(documents[0]) // 2
-        return [((0,), (documents[0][:middle],)), ((0,), (documents[0][middle:],))]
+        text, middle = documents[0], len(documents[0]) // 2
+        if isinstance(text, LargeText):
+            return [((0,), (text.view(0, middle),)), ((0,), (text.view(middle, len(text)),))]
+        return [((0,), (text[:middle],)), ((0,), (text[middle:],))]
     halves: tuple[list[int], list[int]] = ([], [])
-    sizes = [0, 0]
+    sizes, lengths = [0, 0], lengths_of(documents)
     for index in np.random.default_rng(seed).permutation(len(documents)).tolist():
         lighter = int(sizes[1] < sizes[0])
         halves[lighter].append(index)
-        sizes[lighter] += len(documents[index])
-    return [(tuple(sorted(half)), tuple(documents[index] for index in sorted(half))) for half in halves]
+        sizes[lighter] += int(lengths[index])
+    return [(tuple(sorted(half)), take(documents, sorted(half))) for half in halves]
 
 
 def _in_turn(fit: Windows, test: Windows) -> Windows:

@@ -5,17 +5,17 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
 
 from anisoscope.validation import CONTROLS as CONTROLS
 from anisoscope.validation import POPULATIONS as POPULATIONS
-from anisoscope.validation import RULES, check_settings
+from anisoscope.validation import check_settings
 
-# Raised whenever the meaning of an unchanged Spec changes, so that old units are never taken for new ones.
-KEY_VERSION = 1
+# Raised whenever the meaning of an unchanged Spec changes, as where a default changes: an old result is not a new one.
+KEY_VERSION = 2
 
 # After the norm alone, after its gain, after its bias: the last is what the module returns.
 FINAL_NORM_SITES = ("final_norm.normed", "final_norm.gained", "final_norm")
@@ -65,31 +65,94 @@ class Spec:
     proxy_from: str | None = None
     gradients: tuple[str, ...] = ()
     controls: tuple[str, ...] = ()
+    unknown_fields: tuple[tuple[str, Any], ...] = ()
+    """Name and value of each field that a newer version wrote into a stored Spec; never set by hand."""
 
     def __post_init__(self) -> None:
         for item in fields(self):
             object.__setattr__(self, item.name, _plain(getattr(self, item.name)))
-        check_settings({name: getattr(self, name) for name in RULES})
+        settings = {item.name: getattr(self, item.name) for item in fields(self)}
+        settings.pop("unknown_fields")
+        check_settings(settings)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Every field with its value, those of a newer version too: what a result file stores."""
+        values = {item.name: getattr(self, item.name) for item in fields(self)}
+        return values | dict(values.pop("unknown_fields"))
 
     def canonical(self) -> str:
-        """The Spec as JSON that does not depend on the order of its fields."""
-        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+        """The fields that differ from their defaults, as JSON: a field that is added later changes no key."""
+        values = self.as_dict()
+        for item in fields(self):
+            if values.get(item.name, item.default) == item.default:
+                values.pop(item.name, None)
+            elif item.type is float:
+                # 4 and 4.0 are the same setting.
+                values[item.name] = float(values[item.name])
+        return _as_json(values)
 
     @property
     def key(self) -> str:
-        """Name of the unit this Spec produces: 20 hexadecimal digits."""
-        return hashlib.sha256(f"{KEY_VERSION}\n{self.canonical()}".encode()).hexdigest()[:20]
+        """Name of the result that this Spec produces: 20 hexadecimal digits."""
+        return _hash(KEY_VERSION, self.canonical())
+
+    @property
+    def key_of_version_1(self) -> str:
+        """The key that the first version of keys gave this Spec: a hash of all fields that there were."""
+        names = _FIELDS_OF_VERSION_1.split()
+        return key_of_version_1({name: value for name, value in self.as_dict().items() if name in names})
+
+    def request(self, *, early: bool = False) -> str:
+        """What was requested, whatever the weights: a checkpoint that was repaired answers for the broken one.
+
+        `early`: without what is only known when model and text were read, as where that failed.
+        """
+        left_out = ("weights", *(_RESOLVED if early else ()))
+        return Spec.from_dict({name: value for name, value in self.as_dict().items() if name not in left_out}).key
+
+    @property
+    def is_resolved(self) -> bool:
+        """Whether text and metrics are pinned to hashes and versions."""
+        return self.corpus_hash is not None and not any(isinstance(metric, str) for metric in self.metrics)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Spec":
-        """The Spec that `canonical` wrote. Nothing is checked: it was measured, whatever the rules are now."""
-        if set(values) != {item.name for item in fields(cls)}:
-            # Another version wrote it, and an error says which field is unknown or missing.
-            return cls(**values)
+        """The Spec that `as_dict` wrote, by this version or another.
+
+        Nothing is validated: a stored Spec was measured, whatever this version accepts. Fields that are missing have
+        their defaults, and fields that this version does not know are kept in `unknown_fields`.
+        """
+        names = {item.name: item.default for item in fields(cls) if item.name != "unknown_fields"}
+        known = {name: _plain(values.get(name, default)) for name, default in names.items()}
+        unknown = tuple((name, _plain(value)) for name, value in sorted(values.items()) if name not in names)
         spec = object.__new__(cls)
-        for name, value in values.items():
-            object.__setattr__(spec, name, _plain(value))
+        for name, value in (known | {"model": values["model"], "unknown_fields": unknown}).items():
+            object.__setattr__(spec, name, value)
         return spec
+
+
+# What `walk.resolve` fills in or rewrites.
+_RESOLVED = ("step", "corpus", "corpus_hash", "populations", "metrics")
+
+
+_FIELDS_OF_VERSION_1 = (
+    "model revision weights run step corpus corpus_hash tokens seq_len special_tokens batch_points dtype seed sites "
+    "populations typical_k metrics discard_fraction gride_scales neighbors isoscore_zeta blocks final_norm rank "
+    "curvature_rank proxy proxy_from gradients controls"
+)
+
+
+def key_of_version_1(spec: Mapping[str, Any]) -> str:
+    """The key under which version 1 stored a Spec with these fields."""
+    return _hash(1, _as_json(spec))
+
+
+def _as_json(values: Mapping[str, Any]) -> str:
+    return json.dumps(values, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+
+
+def _hash(version: int, text: str) -> str:
+    return hashlib.sha256(f"{version}\n{text}".encode()).hexdigest()[:20]
 
 
 def _plain(value: Any) -> Any:
@@ -299,6 +362,29 @@ def without_nan(value: Any) -> Any:
     if isinstance(value, tuple):
         return [without_nan(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def describe_text(spec: Mapping[str, Any], provenance: Mapping[str, Any]) -> str:
+    """Which text the numbers of a unit are from: that of its states, and that of its gradients where it has some.
+
+    Units of earlier versions counted the windows of the states alone.
+    """
+    text = provenance.get("text")
+    if text is None:
+        count = provenance.get("windows")
+        text = {"states": {"corpus": spec.get("corpus"), "windows": count}} if count is not None else {}
+    found = []
+    length = f"of {spec.get('seq_len')} tokens"
+    if states := text.get("states"):
+        found.append(f"states: {states['windows']} windows {length}{_from(states)}")
+    if probe := text.get("probe"):
+        counts = " and ".join(f"{probe[half]['windows']} {half}" for half in ("fit", "test"))
+        found.append(f"gradients: probe of {counts} windows {length}{_from(probe['test'])}")
+    return "; ".join(found) or "no text"
+
+
+def _from(text: Mapping[str, Any]) -> str:
+    return f" from {text['corpus']}" + (f" ({text['documents']} documents)" if "documents" in text else "")
 
 
 @dataclass(frozen=True, kw_only=True)

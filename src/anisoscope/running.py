@@ -258,7 +258,7 @@ class Run:
                 "transformers": _version_of("transformers"),
             },
             "device": _device_name(self.model.module),
-            "windows": len(self.windows.token_ids),
+            "text": self._text(),
             "layout": [asdict(part) for part in self.model.layout.stacks],
             "checks": list(self.model.checks),
             "notes": list(dict.fromkeys(self.notes)),
@@ -271,6 +271,25 @@ class Run:
         ]
         records += [*attention, *probed]
         return Unit(spec=self.spec, provenance=provenance, records=tuple(records), attachments=attachments)
+
+    def _text(self) -> dict[str, Any]:
+        """The text behind the numbers: of states and attention, and of the halves of the probe, which are others."""
+        text: dict[str, Any] = {}
+        if self.pools or self.of_attention:
+            text["states"] = self._count_text(self.windows)
+        if self.of_probe:
+            probe = self._draw_probe()
+            text["probe"] = {"fit": self._count_text(probe.fit), "test": self._count_text(probe.test)}
+        return text
+
+    def _count_text(self, windows: Windows) -> dict[str, Any]:
+        return {
+            "corpus": self.corpus.name,
+            "corpus_hash": self.corpus.hash,
+            "windows": len(windows.token_ids),
+            "tokens": windows.token_ids.size,
+            "documents": len(np.unique(windows.documents)),
+        }
 
     def _attend(self) -> Iterator[Record]:
         """The metrics of attention that the Spec asks for, on the first windows."""

@@ -1,6 +1,7 @@
 """What a run has done, is doing and has still to do, as its folder tells; for `status` and for a sweep's live table."""
 
 import contextlib
+import json
 import sys
 import threading
 import time
@@ -10,7 +11,7 @@ from typing import Any
 
 from anisoscope.records import Spec
 from anisoscope.revisions import training_order
-from anisoscope.store import Store
+from anisoscope.store import PLACE, Store
 
 # A live table shows what is running and failed, and so many lines in all.
 _SHOWN = 16
@@ -42,15 +43,20 @@ class Overview:
 
 def survey(store: Store, keys: Sequence[str] | None = None) -> Overview:
     """The state of every unit that is stored, planned, running or failed; or of the keys given."""
-    done, running = store.keys(), store.running()
+    results, running, planned = store.results(), store.running(), store.planned()
     failed = {row["key"]: row for row in store.failures()}
-    named = store.planned()
-    missing = (done if keys is None else done & set(keys)) - named.keys()
-    named |= {key: _named(key, store.spec(key)) for key in missing}
-    named |= {key: _named(key, row["spec"]) for key, row in failed.items() if key not in named}
+    wanted = {**planned, **failed, **results} if keys is None else dict.fromkeys(keys)
     rows = []
-    for key in named if keys is None else keys:
-        if key in done:
+    for key in wanted:
+        if key in planned:
+            about = planned[key]
+        elif key in results:
+            about = json.loads(results[key].spec)
+        elif key in failed:
+            about = failed[key]["spec"]
+        else:
+            continue
+        if key in results:
             state, told = "done", ""
         elif key in running:
             who = running[key]
@@ -59,22 +65,17 @@ def survey(store: Store, keys: Sequence[str] | None = None) -> Overview:
             state, told = "failed", f"{failed[key]['error']}: {failed[key]['message']}"
         else:
             state, told = "waiting", ""
-        rows.append({**named[key], "state": state, "told": told})
+        rows.append({"key": key, **{name: about.get(name) for name in PLACE}, "state": state, "told": told})
     rows.sort(key=lambda row: (row["model"], training_order(None, row["step"], row["revision"]), row["corpus"]))
-    return Overview(rows=tuple(rows), seconds_left=_time_left(store, rows))
+    begun, left = store.begun(), sum(row["state"] in ("running", "waiting") for row in rows)
+    done = [results[row["key"]].finished for row in rows if row["state"] == "done"]
+    return Overview(rows=tuple(rows), seconds_left=_time_left(begun, done, left))
 
 
-def _named(key: str, spec: dict[str, Any]) -> dict[str, Any]:
-    return {"key": key, **{name: spec[name] for name in ("model", "revision", "step", "corpus")}}
-
-
-def _time_left(store: Store, rows: Sequence[dict[str, Any]]) -> float | None:
-    begun = store.begun()
-    left = sum(row["state"] in ("running", "waiting") for row in rows)
-    if begun is None or not left:
-        return None
-    finished = sum(store.finished(row["key"]) >= begun for row in rows if row["state"] == "done")
-    return (time.time() - begun) / finished * left if finished else None
+def _time_left(begun: float | None, finished: Sequence[float], left: int) -> float | None:
+    """At the pace of those that were finished since the sweep began."""
+    since = 0 if begun is None else sum(when >= begun for when in finished)
+    return None if begun is None or not left or not since else (time.time() - begun) / since * left
 
 
 def format_duration(seconds: float) -> str:

@@ -16,7 +16,7 @@ from anisoscope.past import choose_past, write_reference
 from anisoscope.records import Checkpoint, Record, Site, Spec, Unit
 from anisoscope.revisions import place_in_training, training_order
 from anisoscope.status import watch
-from anisoscope.store import Store
+from anisoscope.store import PLACE, Store
 from anisoscope.validation import check_settings
 from anisoscope.walk import resolve
 
@@ -215,7 +215,7 @@ def _needs_others(job: Job) -> bool:
 
 
 def _entry(spec: Spec) -> dict[str, Any]:
-    return {"key": spec.key, "model": spec.model, "revision": spec.revision, "step": spec.step, "corpus": spec.corpus}
+    return {"key": spec.key, "request": spec.request(), **{name: getattr(spec, name) for name in PLACE}}
 
 
 def _without(job: Job, keys: set[str]) -> Job:

@@ -3,7 +3,7 @@
 import itertools
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -12,6 +12,7 @@ from jaxtyping import Bool, Int
 
 from anisoscope.corpora import SEPARATOR, Corpus
 from anisoscope.errors import CorpusError, SpecError
+from anisoscope.large_files import lengths_of
 
 # The points of this many batches are pooled and dealt out again, so that a batch holds points of many documents.
 POOLED_BATCHES = 4
@@ -42,9 +43,9 @@ class Windows:
 class _Tape:
     """Documents end to end, without joining them in memory."""
 
-    def __init__(self, documents: tuple[str, ...]) -> None:
+    def __init__(self, documents: Sequence[Any]) -> None:
         self.documents = documents
-        self.starts = np.cumsum([0, *(len(text) + len(SEPARATOR) for text in documents)])
+        self.starts = np.cumsum(np.concatenate([[0], lengths_of(documents) + len(SEPARATOR)]))
         self.length = int(self.starts[-1]) - len(SEPARATOR)
 
     def pieces(self, begin: int, end: int) -> Iterator[tuple[int, str]]:
@@ -218,13 +219,15 @@ def token_frequencies(corpus: Corpus, tokenizer: Any, *, at_most: int | None = N
         raise SpecError(f"at_most={at_most:,} tokens are too few to count rare ones; give 10,000,000 or more, or none")
     total = len(corpus.documents)
     order = range(total) if at_most is None else np.random.default_rng(0).permutation(total).tolist()
-    texts = []
-    for tape in (_Tape((corpus.documents[document],)) for document in order):
-        spans = 1 + tape.length // 100_000
-        texts += [tape.cut(*tape.span(index, spans)) for index in range(spans)]
+    texts = (
+        tape.cut(*tape.span(index, spans))
+        for tape in (_Tape((corpus.documents[document],)) for document in order)
+        for spans in (1 + tape.length // 100_000,)
+        for index in range(spans)
+    )
     counts = np.zeros(max(len(tokenizer), 1 + max(tokenizer.get_vocab().values())), dtype=np.int64)
-    for start in range(0, len(texts), 64):
-        encoded = tokenizer(texts[start : start + 64], add_special_tokens=False, verbose=False)["input_ids"]
+    while some := list(itertools.islice(texts, 64)):
+        encoded = tokenizer(some, add_special_tokens=False, verbose=False)["input_ids"]
         ids = np.fromiter(itertools.chain.from_iterable(encoded), dtype=np.int64)
         if at_most is not None:
             ids = ids[: at_most - int(counts.sum())]

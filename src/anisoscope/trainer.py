@@ -189,12 +189,18 @@ def _token_losses(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED, reduction="none")
 
 
-def _arguments(recipe: Recipe, folder: Path, device: str) -> transformers.TrainingArguments:
+def check_device(device: str) -> bool:
+    """Whether to train on a GPU; devices that are unknown or not there are refused."""
     if device not in ("auto", "cpu", "cuda"):
         raise SpecError(f"device is auto, cpu or cuda; came {device!r}")
     on_gpu = torch.cuda.is_available() and device != "cpu"
     if device == "cuda" and not on_gpu:
         raise SpecError("device 'cuda' cannot be used here: no GPU was found")
+    return on_gpu
+
+
+def _arguments(recipe: Recipe, folder: Path, device: str) -> transformers.TrainingArguments:
+    on_gpu = check_device(device)
     return transformers.TrainingArguments(
         output_dir=str(folder),
         max_steps=recipe.steps,

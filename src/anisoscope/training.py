@@ -9,8 +9,10 @@ RUN/state/            the last full state of weights, optimizer, schedule and ra
 """
 
 import contextlib
+import errno
 import json
 import math
+import shutil
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -20,11 +22,11 @@ from typing import Any
 
 import transformers
 
-from anisoscope.errors import MissingPackageError, SpecError, StoreError
-from anisoscope.lab import Loss, Recipe, Trained
+from anisoscope.errors import AnisoscopeError, MissingPackageError, SpecError, StoreError
+from anisoscope.lab import Loss, Recipe, Trained, checkpoint_steps
 from anisoscope.penalties import find_penalties
 from anisoscope.progress import show_progress
-from anisoscope.trainer import Keeper, Run, read_curve, write_json
+from anisoscope.trainer import Keeper, Run, check_device, read_curve, write_json
 from anisoscope.undisturbed import same_chance
 
 
@@ -48,17 +50,21 @@ def train(
     if find_spec("accelerate") is None:
         raise MissingPackageError("accelerate", extra="train", purpose="Training")
     find_penalties(recipe.regularize)
+    check_device(device)
+    checkpoint_steps(recipe.steps, recipe.checkpoints)
+    for name, seconds in (("max_seconds", max_seconds), ("save_every_seconds", save_every_seconds)):
+        if seconds is not None and not seconds >= 0:
+            raise SpecError(f"{name} is a number of seconds of at least 0; came {seconds}")
     begun = time.monotonic()
     output = Path(output).absolute()
-    output.mkdir(parents=True, exist_ok=True)
-    with same_chance(), _quiet(), _alone(output):
+    with same_chance(), _quiet(), _explaining_full_disk(output), _alone(output):
         wanted = json.loads(json.dumps(asdict(recipe)))
         _check_folder(output, wanted, resume)
         done = read_training(output)
         if done is not None and done.finished:
             return done
-        run = Run(recipe, output, device)
         write_json(output / "recipe.json", wanted)
+        run = Run(recipe, output, device)
         keeper = Keeper(run, begun, max_seconds, save_every_seconds)
         with show_progress("training", total=recipe.steps, shown=progress) as advance:
             keeper.advance = advance
@@ -104,17 +110,59 @@ def _alone(output: Path) -> Iterator[None]:
 
 
 def _check_folder(output: Path, wanted: dict[str, Any], resume: bool) -> None:
-    """A folder that holds a training takes no other recipe."""
+    """A folder that holds a training takes no other recipe; what a start left that made no step is cleared away."""
     path = output / "recipe.json"
     if not path.exists():
         return
-    if not resume:
+    began = _has_begun(output)
+    if began and not resume:
         raise SpecError(f"{output} holds a training already; give another folder, or let it resume")
     there = json.loads(path.read_text("utf-8"))
     changed = [name for name in wanted | there if wanted.get(name) != there.get(name)]
-    if changed:
+    if changed and began:
         what = ", ".join(f"{name}={there.get(name)} (now {wanted.get(name)})" for name in changed)
         raise SpecError(f"{output} holds a training with {what}; give the same recipe or another folder")
+    if changed:
+        shutil.rmtree(output / "tokens", ignore_errors=True)
+        path.unlink()
+
+
+def _has_begun(output: Path) -> bool:
+    """Whether a step was made or measured: the weights before the first step follow from the recipe alone."""
+    checkpoints = [*output.glob("checkpoint-*"), *output.glob("state/checkpoint-*")]
+    return (
+        (output / "training.json").exists()
+        or any(path.name != "checkpoint-0" and not path.name.endswith(".part") for path in checkpoints)
+        or any(output.glob("*.parquet"))
+    )
+
+
+@contextlib.contextmanager
+def _explaining_full_disk(output: Path) -> Iterator[None]:
+    """A folder that cannot be written is an error of one sentence, from whatever library it comes."""
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        yield
+    except AnisoscopeError:
+        raise
+    except Exception as error:
+        number = getattr(error, "errno", None)
+        full = number in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error)
+        # Torch raises a RuntimeError without a number.
+        full = full or (isinstance(error, RuntimeError) and "writ" in str(error) and _free_bytes(output) < 1 << 16)
+        if not full and number not in (errno.EROFS, errno.EACCES, errno.EPERM, errno.EEXIST, errno.ENOTDIR):
+            raise
+        reason = "no space left on its disk" if full else str(error)
+        raise StoreError(
+            f"cannot write to {output}: {reason}. Checkpoints written before stay; with room, the same command goes on"
+        ) from error
+
+
+def _free_bytes(folder: Path) -> int:
+    try:
+        return shutil.disk_usage(folder).free
+    except OSError:
+        return 0
 
 
 @contextlib.contextmanager

@@ -369,8 +369,8 @@ def rising_prefixes(series: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndar
     Pool adjacent violators, one more member at a time: the last two blocks are joined while they fall.
     """
     rows, length = series.shape
-    # Row k of each array describes the prefix of length k: start and mean of its last block, residuals, first value. The
-    # blocks before the last are those of the prefix that ends where it starts. No block falls below that of length 0.
+    # Row k of each array describes the prefix of length k: start and mean of its last block, residuals, first value.
+    # The blocks before the last are those of the prefix that ends where it starts. Nothing falls below prefix 0.
     means, starts = np.full((length + 1, rows), -np.inf), np.zeros((length + 1, rows), np.int64)
     errors, firsts = np.zeros((length + 1, rows)), np.empty((length + 1, rows))
     firsts[0] = series[:, 0]

@@ -138,6 +138,8 @@ def _watcher(
     from anisoscope.schedules import log_spaced
     from anisoscope.shells import TrainerCallback
 
+    if steps < 1:
+        raise SpecError(f"--watch-steps is a number of steps of at least 1; came {steps} (or --watch none)")
     # The folder's name is the model's: `runs/small-seed0` and `runs/small-seed1` are seeds of one training.
     name = os.path.basename(os.path.abspath(output))
     spec = Spec(model=name, corpus=f"heldout:{recipe.corpus}", seq_len=recipe.seq_len, metrics=metrics)

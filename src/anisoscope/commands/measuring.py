@@ -134,11 +134,9 @@ def _print_units(units: list[Any], *, as_json: bool, owners: bool, full: bool) -
     from anisoscope import printing
 
     if as_json:
-        from dataclasses import asdict
-
         from anisoscope.columns import settings_row
 
-        beside = {unit.key: settings_row(asdict(unit.spec)) | _cost_of(unit) for unit in units}
+        beside = {unit.key: settings_row(unit.spec.as_dict()) | _cost_of(unit) for unit in units}
         rows = [record.as_json() | beside[unit.key] for unit in units for record in unit.records]
         print(json.dumps(rows, ensure_ascii=False))
         return

@@ -66,7 +66,10 @@ class Pair:
 
 @dataclass(frozen=True, kw_only=True)
 class GramSums:
-    """Σλ and Σλ² of the covariance, in float64, and the number of dimensions."""
+    """Σλ and Σλ² of the points divided by a power of two, in float64, and the number of dimensions.
+
+    Only ratios of the two that are free of scale are meant: (Σλ)² of points of size 1e100 is beyond float64.
+    """
 
     total: Float[Tensor, "*s"]
     squares: Float[Tensor, "*s"]
@@ -209,12 +212,14 @@ def squared_norms(points: Float[Tensor, "n d"]) -> Float[Tensor, " n"]:
 def moments(centred: Centred, squares: Float[Tensor, ""] | None = None) -> Moments:
     """Total variance and its leading part, without a decomposition of the covariance.
 
-    `squares`, Σλ² where it is known, lets the search for the leading part stop earlier.
+    `squares`, that of `gram_sums` where it is known, lets the search for the leading part stop earlier.
     """
     points = for_products(centred.points)
     unit = centred.scale.square() / max(len(points) - 1, 1)
     total = centred.squares.sum()
-    leading, axis = leading_eigenpair(points, total, None if squares is None else squares / unit.square())
+    leading, axis = leading_eigenpair(
+        points, total, None if squares is None else squares * max(len(points) - 1, 1) ** 2
+    )
     # On a line the two are equal, and rounding may put the part above the whole.
     return Moments(total=total * unit, leading=torch.minimum(leading, total) * unit, axis=axis)
 
@@ -225,11 +230,11 @@ def gram_sums(centred: Centred, squares: Float[Tensor, ""] | None = None) -> Gra
     `squares` is ‖X̄X̄ᵀ‖²_F where a search for neighbours has made these products already.
     """
     n, d = centred.points.shape
-    unit = centred.scale.square() / max(n - 1, 1)
+    unit = 1 / max(n - 1, 1)
     if squares is None:
         points = for_products(centred.points)
         squares = squared_norms(points.T @ points if d <= n else points @ points.T).sum()
-    return GramSums(total=centred.squares.sum() * unit, squares=squares * unit.square(), dim=int(d))
+    return GramSums(total=centred.squares.sum() * unit, squares=squares * unit**2, dim=int(d))
 
 
 def eigenvalues(centred: Centred) -> Float[Tensor, " r"]:

@@ -51,7 +51,8 @@ _of_gradients = partial(
     family="alignment",
     needs="enrichment",
     # 2: masked models' gradients, and the states that proxies are fitted on, are of text masked alike in every window.
-    version=2,
+    # 3: windows of the probe share no document; more controls decide, and the hardest of them gives excess and p.
+    version=3,
     # Sink tokens own what `all` tokens show.
     populations=("typical",),
     cite="bernas2026revisiting",

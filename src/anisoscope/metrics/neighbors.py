@@ -24,7 +24,8 @@ def _kept(n: int, discard_fraction: float) -> int:
 @metric(
     family="intrinsic_dimension",
     needs="neighbors",
-    version=1,
+    # 2: the population `matched` is drawn from `content`.
+    version=2,
     cite="facco2017estimating",
     null="isotropic",
     populations=DIMENSIONAL,
@@ -57,7 +58,7 @@ def twonn(neighbors: Neighbors, *, discard_fraction: float = 0.1) -> Float[Tenso
 @metric(
     family="intrinsic_dimension",
     needs="neighbors",
-    version=1,
+    version=2,
     cite="denti2022generalized",
     null="isotropic",
     populations=DIMENSIONAL,
@@ -92,7 +93,7 @@ def _declare_gride(scale: int) -> Metric:
         name=f"gride_{scale}",
         family="intrinsic_dimension",
         needs="neighbors",
-        version=1,
+        version=2,
         cite="denti2022generalized",
         null="isotropic",
         populations=DIMENSIONAL,
@@ -143,7 +144,7 @@ gride_2, gride_4, gride_8, gride_16, gride_32, gride_64 = (_declare_gride(scale)
 @metric(
     family="intrinsic_dimension",
     needs="neighbors",
-    version=1,
+    version=2,
     cite="levina2004maximum",
     null="isotropic",
     populations=DIMENSIONAL,
@@ -167,7 +168,7 @@ def levina_bickel(nearest: Neighbors, *, neighbors: int = 20) -> Float[Tensor, "
 @metric(
     family="intrinsic_dimension",
     needs="neighbors",
-    version=1,
+    version=2,
     bounds=(0.0, 1.0),
     cite="facco2017estimating",
     null="isotropic",

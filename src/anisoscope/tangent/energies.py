@@ -7,8 +7,8 @@ Each control is the null of one hypothesis under which there is no signal, with 
                  flipped                given the states, a window's gradients are as likely as their negatives
     uncoupled    haar                   the proxy is a random subspace (N5)
                  signs                  the proxy has random signs of its coordinates (N9)
-                 next                   the gradients have as much energy in the next principal directions (N2)
-    both         shuffled               gradients of shuffled targets have as much energy in the proxy (N10), where asked
+                 next                   the gradients have as much energy in r of the next principal directions (N2)
+    both         shuffled               gradients of shuffled targets have as much energy in the proxy (N10)
 
 The control with the largest p decides, and gives `control`, its value, the excess and p. A gradient that follows any
 one of the hypotheses is then called tangent at most at the nominal rate, because p is at least that one's (an
@@ -28,6 +28,8 @@ from torch import Tensor
 
 from anisoscope.errors import SpecError
 from anisoscope.kernels.gram import center, working_dtype
+from anisoscope.kernels.leading import small_eigh
+from anisoscope.tangent.clouds import center_clouds
 from anisoscope.tangent.controls import (
     DRAWS,
     PAPER_DRAWS,
@@ -57,6 +59,8 @@ from anisoscope.tangent.windows import (
 
 COUPLED_CONTROLS = ("permuted", "permuted_directions", "flipped")
 UNCOUPLED_CONTROLS = ("haar", "signs", "next")
+# Of directions that two samples do not have in common, the part that is lost to those after them.
+LEAKED = 0.7
 NO_DRAWS = torch.empty(0, dtype=torch.float64)
 
 
@@ -182,7 +186,7 @@ def coupled_alignments(
 
 
 def hardest(controls: Mapping[str, Control], deciding: Sequence[str]) -> str:
-    """The name of the control that decides: of the largest p, and of equal ones the largest value; none without a value.
+    """The name of the control that decides: that of the largest p, and of equal ones the one of the largest value.
 
     A control with a value whose p is not known is harder than any other: what it would say cannot be left out.
     """
@@ -212,7 +216,8 @@ def uncoupled_alignment(
     given); `states` are those of the same tokens.
     """
     settings = {"documents": documents, "controls": controls, "draws": draws, "seed": seed, "untrained": untrained}
-    found = uncoupled_alignments(rows[None], [[proxy]], **settings)[0][0]
+    same = states is not None and states.shape == rows.shape
+    found = uncoupled_alignments(rows[None], [[proxy]], states=states[None] if same else None, **settings)[0][0]
     if states is None:
         return found
     return replace(found, variance_gain=found.energy.value / variance_share(states, proxy.basis))
@@ -232,11 +237,13 @@ def uncoupled_alignments(
     squares: Float[Tensor, "s n k"] | None = None,
     spaces: Sequence[Sequence[RandomSpaces | None]] | None = None,
     shuffled: Float[Tensor, "s n d"] | None = None,
+    states: Float[Tensor, "s n d"] | None = None,
 ) -> list[list[Alignment]]:
     """Of several places, each for several proxies of its own; rows that are not kept are zero.
 
-    `moments` are their `second_moments`, `squares` are `row_squares` of them and `spaces` those of `spaces_beside`,
-    where they are known. `shuffled` are the gradients of shuffled targets, which then decide too.
+    `states` are those of the same rows: they show how exactly the next principal directions are known. `moments` are
+    the rows' `second_moments`, `squares` are `row_squares` of them and `spaces` those of `spaces_beside`, where they are
+    known. `shuffled` are the gradients of shuffled targets, which then decide too.
     """
     cases = _cases(proxies, rows.shape[2])
     if "permuted" in controls:
@@ -252,8 +259,7 @@ def uncoupled_alignments(
     bases = bases_of(proxies)
     squares = row_squares(rows, bases) if squares is None else squares
     # Of each place and basis: energies in it, and in what it is compared with, over the documents of the place.
-    following = stack_bases([[one.following for one in mine] for mine in proxies])
-    compared = {"next": row_squares(rows, following)} if following.shape[3] else {}
+    compared = {"next": next_squares(rows, proxies, states, keep)}
     if shuffled is not None:
         compared["shuffled"] = row_squares(shuffled, bases)
     several = squares.shape[2]
@@ -265,11 +271,13 @@ def uncoupled_alignments(
     for number, name in enumerate(compared, 1):
         leads = _leads(sums, several, number, seed)
         for (at, place), known in zip(cases, every, strict=True):
-            if name == "next" and "next" in known:
-                known["next"] = replace(known["next"], p=leads[at][place])
-            elif name == "shuffled":
-                above, below = sums[at][:, several * number + place].sum(), sums[at][:, several * (number + 1) - 1].sum()
-                known["shuffled"] = Control(value=float(above / below), p=leads[at][place])
+            # Where the space ends before there are as many next directions, there is no such control.
+            if name in known or name == "shuffled":
+                above, below = (
+                    sums[at][:, several * number + place].sum(),
+                    sums[at][:, several * (number + 1) - 1].sum(),
+                )
+                known[name] = Control(value=float(above / below), p=leads[at][place])
     deciding = [*controls, *(["shuffled"] if shuffled is not None else [])]
     found: list[list[Alignment]] = [[] for _ in proxies]
     for (at, place), energy, normals, flipped in zip(cases, energies, every, signs, strict=True):
@@ -366,6 +374,53 @@ def row_squares(rows: Float[Tensor, "s n d"], bases: Float[Tensor, "s k d r"]) -
     inside = (raw @ bases.to(raw).transpose(1, 2).flatten(2)).unflatten(2, (bases.shape[1], -1))
     parts = [torch.linalg.vector_norm(inside, dim=3), torch.linalg.vector_norm(raw, dim=2, keepdim=True)]
     return torch.cat(parts, 2).double().square()
+
+
+def next_squares(
+    rows: Float[Tensor, "s n d"],
+    proxies: Sequence[Sequence[Proxy]],
+    states: Float[Tensor, "s n d"] | None = None,
+    keep: Bool[Tensor, "s n"] | None = None,
+) -> Float[Tensor, "s n _"]:
+    """‖Nᵀa‖² of every row for the next r principal directions N of each proxy and, last, ‖a‖²; of one row inexact.
+
+        (‖Nᵀa‖² - l ‖Fᵀa‖²) / (1 - l),   l = .7 (1 - o)
+
+    N is known less exactly than the proxy: a part l of it lies in the directions F after it, so that a gradient with
+    equal energy in the first 2r principal directions, and less outside, has less in N than in the proxy. o is how much
+    of N the states of the same tokens have in common with it: ‖NᵀM‖² / r, M their own r leading directions in the span
+    of N and F. With both halves smeared alike over the border, w(k) = 1 / (1 + eᵏ), ∫₀ w = log 2 while ∫ (w - w²) = 1.
+    Without states nothing is corrected.
+    """
+    nothing = rows.new_zeros(rows.shape[2], 0)
+    further = [[nothing if one.further is None else one.further for one in mine] for mine in proxies]
+    window = [
+        [torch.cat([one.following, more], 1) for one, more in zip(mine, others, strict=True)]
+        for mine, others in zip(proxies, further, strict=True)
+    ]
+    stacked = stack_bases(window)
+    ranks = torch.tensor([[one.rank for one in mine] + [0] * (stacked.shape[1] - len(mine)) for mine in proxies])
+    wide = stacked.shape[3]
+    raw = rows.to(working_dtype(rows.dtype))
+
+    def inside(points: Float[Tensor, "s n d"]) -> Float[Tensor, "s k n q"]:
+        found = points @ stacked.to(points).transpose(1, 2).flatten(2)
+        return found.view(*points.shape[:2], *stacked.shape[1:4:2]).transpose(1, 2)
+
+    place, ranks = torch.arange(wide, device=raw.device), ranks.to(raw.device)[..., None]
+    first, second = place < ranks, (place >= ranks) & (place < 2 * ranks)
+    leak = raw.new_zeros(ranks.shape, dtype=torch.float64)
+    if states is not None:
+        kept = torch.ones(states.shape[:2], dtype=torch.bool, device=states.device) if keep is None else keep
+        seen = inside(center_clouds(states, kept).points)
+        axes = small_eigh((seen.mT @ seen).double())[1].flip(-1)
+        common = torch.where(first[..., None] & first[:, :, None], axes, 0).square().sum((2, 3))[..., None]
+        enough = (2 * ranks <= wide) & (ranks > 0)
+        leak = torch.where(enough, LEAKED * (1 - common / ranks.clamp_min(1)), 0)
+    squares = inside(raw).double().square()
+    near, far = ((squares * one[:, :, None]).sum(3) for one in (first, second))
+    whole = torch.linalg.vector_norm(raw, dim=2, keepdim=True).double().square()
+    return torch.cat([((near - leak * far) / (1 - leak)).transpose(1, 2), whole], 2)
 
 
 def variance_share(states: Float[Tensor, "n d"], basis: Float[Tensor, "d r"]) -> float:

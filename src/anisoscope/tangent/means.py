@@ -29,8 +29,9 @@ def without_mean(proxies: Sequence[Proxy]) -> list[Proxy]:
         left = torch.linalg.vector_norm(rest, dim=1, keepdim=True)
         away |= dict(zip(here, torch.where(left > LEFT_WITHOUT_MEAN, rest / left, mean), strict=True))
     changed: dict[int, dict[str, Tensor]] = {place: {"basis": bases[place]} for place in bases}
-    for name in ("following", "last"):
-        cut = [getattr(one, name)[:, : bases[place].shape[1]] for place, one in enumerate(proxies)]
+    for name in ("following", "further", "last"):
+        axes = [one.basis[:, :0] if getattr(one, name) is None else getattr(one, name) for one in proxies]
+        cut = [one[:, : bases[place].shape[1] * (2 if name == "further" else 1)] for place, one in enumerate(axes)]
         for here in alike(cut):
             stacked = torch.stack([cut[place] for place in here]), torch.stack([away[place] for place in here])
             for place, one in zip(here, _without_directions(*stacked), strict=True):

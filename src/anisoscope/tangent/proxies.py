@@ -39,6 +39,8 @@ class Proxy:
     """Of the states it was fitted on, in float64; of several checkpoints, each divided by its spread."""
     following: Float[Tensor, "d q"]
     """The next r principal directions outside the basis (N2); fewer where the space ends."""
+    further: Float[Tensor, "d p"] | None = None
+    """About the 2r after those, where they are known; fewer where the space ends."""
     last: Float[Tensor, "d l"]
     """The last r of them (N3); none where they were not asked for."""
     explained: float
@@ -218,6 +220,7 @@ def _proxies(
             basis=basis,
             mean=spread.mean[number],
             following=following[number],
+            further=beside[:, size : 3 * size],
             last=beside[:, max(beside.shape[1] - size, 0) :] if last else beside[:, :0],
             explained=explained[number],
             shares=torch.cat([inside[number, :size], beyond[number, : following[number].shape[1]]]),
@@ -333,14 +336,15 @@ def alike(matrices: Sequence[Tensor]) -> list[list[int]]:
 
 
 def _others(spread: _Spread, bases: Sequence[Tensor], last: bool) -> list[Float[Tensor, "d q"]]:
-    """Principal directions outside each basis: all, or as many as it has."""
+    """Principal directions outside each basis: all, or as many as it has and about twice as many more."""
     found: dict[int, Tensor] = {}
     for here in alike(bases):
         dim, size = bases[here[0]].shape
         covariance = spread.covariance if len(here) == len(bases) else spread.covariance[here]
         stack = _project_out(covariance, torch.stack([bases[place] for place in here]))
         # Of all, the basis itself comes last, with zeros.
-        axes = leading_axes(stack, dim if last else min(size, dim - size), spare=0 if last else SPARE_AXES)[1]
+        spare = 0 if last else max(2 * size, SPARE_AXES)
+        axes = leading_axes(stack, dim if last else min(size, dim - size), spare=spare)[1]
         found |= dict(zip(here, axes[:, :, : dim - size], strict=True))
     return [found[place] for place in range(len(bases))]
 

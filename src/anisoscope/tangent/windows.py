@@ -224,7 +224,6 @@ class Pairing:
             variance_shares=shares,
         )
 
-
     def products_in(self, bases: Float[Tensor, "s k d r"]) -> Float[Tensor, "s k w w"]:
         """⟨A_wᵀH_wQ, A_vᵀH_vQ⟩ alone, float64."""
         return self._products_of(_times(self.values, side_by_side(bases.to(self.values))), bases.shape[1])
