@@ -5,6 +5,7 @@ is measured: models do not exist, and `train`, `demo` and `reproduce` get argume
 """
 
 import contextlib
+import faulthandler
 import os
 import shutil
 import subprocess
@@ -128,8 +129,13 @@ def command_lines(draw: st.DrawFn) -> list[str]:
 def run(words: list[str]) -> None:
     """The command in this process; everything it may not do is an AssertionError."""
     shown = [word if len(word) < 60 else f"{word[:60]}..." for word in words]
-    with at_most(SECONDS):
-        done = CliRunner().invoke(app, words)
+    # The alarm ends what Python can interrupt; a library that waits in C is ended with the whole process.
+    faulthandler.dump_traceback_later(6 * SECONDS, exit=True)
+    try:
+        with at_most(SECONDS):
+            done = CliRunner().invoke(app, words)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
     told = done.output + "".join(traceback.format_exception(done.exception) if done.exception else [])
     assert done.exception is None or isinstance(done.exception, SystemExit), (shown, told[-2000:])
     assert done.exit_code in (0, 1, 2, 3), shown
