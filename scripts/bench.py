@@ -845,8 +845,8 @@ SECTIONS: dict[str, tuple[Callable[[Any, bool], Iterator[Result]], str]] = {
     "memory": (race_memory, "Peak resident memory of a walk, a fresh process each, the same corpus."),
     "large store": (
         race_large_store,
-        "A made-up store (scripts/large_store.py) of 40 models, 100 checkpoints and 5 texts: seconds of CPU time, which "
-        "other work on the machine does not change, and peak memory; a fresh process each, which reads the store itself.",
+        "A made-up store (scripts/large_store.py) of 40 models, 100 checkpoints and 5 texts: seconds of CPU time and peak "
+        "memory of a fresh process each, which reads the store itself.",
     ),
     "sweep": (race_sweep, "`run_sweep`, engine `local`, against loading and measuring the same checkpoints."),
     "live": (
@@ -909,10 +909,10 @@ def make_page(kept: dict[str, Any]) -> str:
         "",
         "# Benchmarks",
         "",
-        "Every figure is a ratio of two things run in turn on the same data (but for the large store, which is measured "
-        "by itself): the median over the runs ± the distance between the quartiles, by process CPU time for kernels "
-        "and by wall time for walks; the other clock stands beside it. Milliseconds only give the order of magnitude. "
-        "`make bench` runs it all and names what got worse.",
+        "Every figure is a ratio of two things run in turn on the same data (but for the large store, which is "
+        "measured by itself): the median over the runs ± the distance between the quartiles, by process CPU time for "
+        "kernels and by wall time for walks; the other clock stands beside it. Milliseconds only give the order of "
+        "magnitude. `make bench` runs it all and names what got worse.",
         "",
         "## Goals",
         "",
