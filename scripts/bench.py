@@ -845,7 +845,7 @@ SECTIONS: dict[str, tuple[Callable[[Any, bool], Iterator[Result]], str]] = {
     "memory": (race_memory, "Peak resident memory of a walk, a fresh process each, the same corpus."),
     "large store": (
         race_large_store,
-        "A made-up store (scripts/large_store.py) of 40 models, 100 checkpoints and 5 texts: seconds of CPU time and peak "
+        "A made-up store (scripts/large_store.py) of 40 models, 100 checkpoints and 5 texts: CPU seconds and peak "
         "memory of a fresh process each, which reads the store itself.",
     ),
     "sweep": (race_sweep, "`run_sweep`, engine `local`, against loading and measuring the same checkpoints."),
