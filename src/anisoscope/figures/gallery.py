@@ -93,14 +93,19 @@ def catalogue_within(
 
 
 def _choose(planned: Sequence[Plan | Figure], most: int) -> list[Plan | Figure]:
-    """The first of every family, then the second of every family, until there are enough; in the order planned."""
-    seen: Counter[str] = Counter()
+    """The first of every family, then the second of every family, until there are enough; in the order planned.
+
+    Where not even the first ones are few enough, every section has its first family before one has its second.
+    """
+    members: Counter[str] = Counter()
+    families: dict[str, dict[str, int]] = {}
     ranks = []
     for number, one in enumerate(planned):
         family = (one.family or one.name) if isinstance(one, Plan) else one.name
-        ranks.append((seen[family], number))
-        seen[family] += 1
-    return [planned[number] for number in sorted(number for _, number in sorted(ranks)[:most])]
+        place = families.setdefault(one.section, {}).setdefault(family, len(families[one.section]))
+        ranks.append((members[family], place, number))
+        members[family] += 1
+    return [planned[number] for number in sorted(number for *_, number in sorted(ranks)[:most])]
 
 
 def contrast(first: pa.Table, other: pa.Table, *, names: tuple[str, str] = ("first", "other")) -> list[Figure]:
