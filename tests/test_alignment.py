@@ -567,6 +567,26 @@ def test_matrices_of_your_own_give_what_the_walk_gives(decoder: Model) -> None:
     assert family["tangent_excess"] == found["tangent_excess"]
 
 
+def test_documents_of_your_own_are_split_whole_and_give_one_window_each() -> None:
+    chance = np.random.default_rng(0)
+    points, grads = (chance.normal(size=(128 * 4, 8)) for _ in range(2))
+    windows = np.arange(128).repeat(4)
+    given = {"grads": grads, "windows": windows, "rank": 2}
+    apart = an.estimate(points, "tangent_excess", **given)["tangent_excess"]
+    paired = an.estimate(points, "tangent_excess", documents=windows // 2, **given)["tangent_excess"]
+    assert (apart.note, paired.note) == (None, "one window of each document: 32 of 64")
+    few = an.estimate(points, "tangent_excess", documents=windows // 4, **given)["tangent_excess"]
+    assert math.isnan(few.value)
+    assert "16 without a document in common; a permuted null needs at least 32" in few.note
+    rows = {"grads": grads, "rank": 2, "gradient": "activation"}
+    uncoupled = an.estimate(points, "tangent_excess", documents=windows // 4, **rows)["tangent_excess"]
+    assert "16 documents; p against next needs at least 32" in uncoupled.note
+    with pytest.raises(SpecError, match="half of the documents are fitted on"):
+        an.estimate(points, "tangent_excess", documents=windows * 0, **given)
+    with pytest.raises(SpecError, match="documents must be 512 whole numbers"):
+        an.estimate(points, "tangent_excess", documents=windows[:5], **given)
+
+
 def test_a_matrix_without_what_it_needs_is_refused() -> None:
     points = np.random.default_rng(0).normal(size=(256, 8))
     with pytest.raises(SpecError, match="give windows="):

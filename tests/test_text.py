@@ -100,6 +100,30 @@ def test_windows_come_from_the_whole_corpus_in_random_order(numbered):
     assert abs(np.corrcoef(place, np.arange(200))[0, 1]) < 0.25
 
 
+def test_windows_come_from_documents_apart_where_there_are_enough(tmp_path):
+    words = " ".join(f"w{number % 97}" for number in range(400))
+    corpus = make_corpus([f"{number} {words}" for number in range(60)], tmp_path)
+    settings = {"seq_len": 32, "seed": 0, "documents_apart": True}
+    windows = draw_windows(corpus, PLAIN, count=40, **settings)
+    held = [set(row.tolist()) for row in windows.documents]
+    assert len(held) == 40
+    assert sum(map(len, held)) == len(set().union(*held))
+    assert not windows.notes
+    # By chance alone some share one.
+    plain = draw_windows(corpus, PLAIN, count=40, seq_len=32, seed=0)
+    held = [set(row.tolist()) for row in plain.documents]
+    assert sum(map(len, held)) > len(set().union(*held))
+    # Where there are too few documents the others come after those apart, and it is said.
+    few = draw_windows(make_corpus([f"{number} {words}" for number in range(8)], tmp_path), PLAIN, count=30, **settings)
+    assert len(few.token_ids) == 30
+    (note,) = few.notes
+    apart = int(note.split()[0])
+    assert note == f"{apart} of 30 windows share no document with another"
+    held = [set(row.tolist()) for row in few.documents[:apart]]
+    assert 5 <= apart <= 8
+    assert sum(map(len, held)) == len(set().union(*held))
+
+
 @pytest.mark.parametrize("tokenizer", [PLAIN, FRAMED, ByT5Tokenizer()], ids=["plain", "framed", "slow"])
 def test_each_token_knows_its_document_across_a_border(numbered, tokenizer):
     windows = draw_windows(numbered, tokenizer, seq_len=128, count=10**6, seed=1)

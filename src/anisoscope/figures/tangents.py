@@ -59,6 +59,8 @@ _CONTROLS = {
     "haar": "random spaces",
     "next": "the next principal directions",
     "permuted": "windows permuted",
+    "permuted_directions": "directions of gradients permuted",
+    "flipped": "windows with random signs",
     "signs": "coordinates with random signs",
     "untrained": "the space of step 0",
 }

@@ -215,11 +215,9 @@ def moments(centred: Centred, squares: Float[Tensor, ""] | None = None) -> Momen
     `squares`, that of `gram_sums` where it is known, lets the search for the leading part stop earlier.
     """
     points = for_products(centred.points)
-    unit = centred.scale.square() / max(len(points) - 1, 1)
-    total = centred.squares.sum()
-    leading, axis = leading_eigenpair(
-        points, total, None if squares is None else squares * max(len(points) - 1, 1) ** 2
-    )
+    spare = max(len(points) - 1, 1)
+    unit, total = centred.scale.square() / spare, centred.squares.sum()
+    leading, axis = leading_eigenpair(points, total, None if squares is None else squares * spare**2)
     # On a line the two are equal, and rounding may put the part above the whole.
     return Moments(total=total * unit, leading=torch.minimum(leading, total) * unit, axis=axis)
 

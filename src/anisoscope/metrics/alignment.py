@@ -57,7 +57,7 @@ _of_gradients = partial(
     populations=("typical",),
     cite="bernas2026revisiting",
     min_points=2,
-    undefined="the gradients are zero, or the control does not exist here (too few windows, or no normal space)",
+    undefined="the gradients are zero, or the control does not exist here (too few documents, or no normal space)",
 )
 
 
@@ -85,11 +85,11 @@ def tangent_energy(found: Enrichment) -> float:
     closed_form=lambda n, d: 1.0,
 )
 def tangent_gain(found: Enrichment) -> float:
-    """Energy in the tangent proxy over what chance puts there.
+    """Energy in the tangent proxy over what is expected there without a signal.
 
-        tangent_gain = E(Q) / mean of E with whole windows paired anew        (activation: E(Q) / (r/d))
+        tangent_gain = E(Q) / E under the control that decides        (activation: E(Q) / (r/d))
 
-    1 where gradients know nothing of the states they belong to.
+    At most 1 on average where gradients have nothing to do with the states they belong to; `control` names the control.
     """
     return found.gain
 
@@ -103,11 +103,18 @@ def tangent_gain(found: Enrichment) -> float:
 def tangent_excess(found: Enrichment) -> float:
     """The headline: energy in the tangent proxy beyond the hardest control that applies.
 
-        virtual:     E(Q) - mean over permutations π of whole windows of E(Q) with G_π = Σ_w A_π(w)ᵀ H_w
-        activation:  E(Q) - the largest of: mean over random subspaces, mean over random signs of Q's coordinates,
-                     E of the next r principal directions
+        tangent_excess = E(Q) - E under the control of the largest p, which is:
 
-    0 on average where there is no signal, and p says how often chance reaches it; `control` names what was subtracted.
+        virtual     permuted               G_π = Σ_w A_π(w)ᵀ H_w, whole windows permuted
+                    permuted_directions    the same, the sizes of gradients staying with the states
+                    flipped                G_s = Σ_w ±A_wᵀ H_w
+        activation  haar, signs            random subspaces; random signs of Q's coordinates
+                    next                   the next r principal directions
+        both        shuffled               gradients of shuffled targets, where they were asked for
+
+    At most 0 on average where there is no signal. p is that of the same control, so that a gradient is called tangent
+    at most at the nominal rate if any one of the hypotheses behind them is true (docs/methods.md, Controls). One window
+    of each document is used; NaN, and no p, with fewer than 32 documents.
     Deviation from the source: it compares with random normal directions, which on weight gradients every signal-free
     null passes (docs/tangent.md); that number is `normal_ratio`.
     """
@@ -196,8 +203,8 @@ def tangent_anisotropy_share(found: Removed) -> float:
 
     C: second moment of the gradient rows, with eigenvalues l_j and eigenvectors v_j; l̄ = tr C / d; P = I - QQᵀ. Held
     against random normal subspaces (p) and, in a row of its own, against the next r principal directions. With
-    `--controls shares` the isoscore and the energy also against what decides for energies (p), in rows of their own:
-    windows paired anew for coupled gradients, uniform and sign-flipped subspaces for uncoupled ones. Of the two the
+    `--controls shares` the isoscore and the energy also against some of what decides for energies (p), in rows of their
+    own: permuted windows for coupled gradients, uniform and sign-flipped subspaces for uncoupled ones. Of the two the
     energy shows what is planted in a coupled gradient, the isoscore hardly (docs/tangent.md). With the mean projected
     out of the proxy there are these two alone. NaN where less than 1e-5 of the gradients' energy is left.
     How the source takes them out is not known; zeros in the place of directions would lower IsoScore* by themselves.

@@ -242,8 +242,8 @@ def uncoupled_alignments(
     """Of several places, each for several proxies of its own; rows that are not kept are zero.
 
     `states` are those of the same rows: they show how exactly the next principal directions are known. `moments` are
-    the rows' `second_moments`, `squares` are `row_squares` of them and `spaces` those of `spaces_beside`, where they are
-    known. `shuffled` are the gradients of shuffled targets, which then decide too.
+    the rows' `second_moments`, `squares` are `row_squares` of them and `spaces` those of `spaces_beside`, where they
+    are known. `shuffled` are the gradients of shuffled targets, which then decide too.
     """
     cases = _cases(proxies, rows.shape[2])
     if "permuted" in controls:
