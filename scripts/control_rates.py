@@ -408,7 +408,7 @@ ASSUMED = {
     ),
     "permuted_directions": (
         "directions of gradients are independent of states and sizes; documents are exchangeable",
-        "directions are spread otherwise where gradients are large",
+        "directions are spread differently where gradients are large",
     ),
     "flipped": (
         "given the states, the gradients of a document are as likely as their negatives; documents are independent",
@@ -424,8 +424,8 @@ ASSUMED = {
         "documents differ in how much energy they have where",
     ),
     "next": (
-        "as much energy in the next r principal directions; at least 32 documents, none of which dominates",
-        "a few documents own the gradient; a common mean lies in one of the two by chance",
+        "as much energy in the next r principal directions; at least 32 independent documents",
+        "few coordinates are large in both; a common mean lies in one of the two by chance",
     ),
     "shuffled": ("as much energy with shuffled targets; asked for by name", "shuffled targets give smaller gradients"),
 }

@@ -42,7 +42,7 @@ def codes(seed: int) -> Tensor:
 
 
 def found_in(first: Tensor, second: Tensor, gradients: Tensor) -> Found:
-    documents = torch.arange(N) // 50
+    documents = torch.arange(N) // 40
     test = OtherHalf(states=second, coupled_states=second, gradients=gradients, documents=documents)
     return find_concepts(first, test, RANK, seed=0, types=torch.arange(N) % 100)
 
