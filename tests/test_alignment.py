@@ -25,7 +25,7 @@ from anisoscope.printing import format_value, print_unit
 from anisoscope.probed import Probed
 from anisoscope.probes import draw_probe
 from anisoscope.records import Record, Site, describe_text
-from anisoscope.tangent.energies import COUPLED_CONTROLS, coupled_alignment
+from anisoscope.tangent.energies import COUPLED_CONTROLS, UNCOUPLED_CONTROLS, coupled_alignment
 from anisoscope.tangent.proxies import fit_global
 from anisoscope.tangent.windows import pair_windows
 from anisoscope.walk import draw
@@ -92,11 +92,7 @@ def test_every_gradient_proxy_population_and_variant_has_its_rows(unit: an.Unit)
         assert energy.high is not None
         assert energy.low < energy.high
     assert {row.control for row in rows(unit, metric="tangent_excess", gradient="virtual")} <= {*COUPLED_CONTROLS}
-    assert {row.control for row in rows(unit, metric="tangent_excess", gradient="activation")} <= {
-        "haar",
-        "signs",
-        "next",
-    }
+    assert {row.control for row in rows(unit, metric="tangent_excess", gradient="activation")} <= {*UNCOUPLED_CONTROLS}
     assert {row.control for row in rows(unit, metric="normal_ratio")} == {"normal"}
 
 
@@ -442,7 +438,7 @@ def test_linear_modules_and_embedding_rows_have_alignments_of_their_own(decoder:
     rows_of_embedding = rows(found, metric="tangent_excess", gradient="embedding", proxy="pca")
     assert {row.site for row in rows_of_embedding} == {"embed", "final_norm"}
     assert {row.population for row in rows_of_embedding} == {"types"}
-    assert {row.control for row in rows_of_embedding} <= {"haar", "signs", "next"}
+    assert {row.control for row in rows_of_embedding} <= {*UNCOUPLED_CONTROLS}
 
 
 def test_sketches_give_back_the_proxies_they_were_made_of(unit: an.Unit, decoder: Model) -> None:

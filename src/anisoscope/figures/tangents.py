@@ -60,6 +60,7 @@ _CONTROLS = {
     "next": "the next principal directions",
     "permuted": "windows permuted",
     "permuted_directions": "directions of gradients permuted",
+    "span": "random spaces among proxy and next directions",
     "flipped": "windows with random signs",
     "signs": "coordinates with random signs",
     "untrained": "the space of step 0",

@@ -109,7 +109,8 @@ def tangent_excess(found: Enrichment) -> float:
                     permuted_directions    the same, the sizes of gradients staying with the states
                     flipped                G_s = Σ_w ±A_wᵀ H_w
         activation  haar, signs            random subspaces; random signs of Q's coordinates
-                    next                   the next r principal directions
+                    span                   random subspaces in the span of Q and the next r principal directions
+                    next                   these next directions
         both        shuffled               gradients of shuffled targets, where they were asked for
 
     At most 0 on average where there is no signal. p is that of the same control, so that a gradient is called tangent
@@ -249,7 +250,8 @@ def subspace_distance(found: Turned) -> float:
 
 @_of_gradients(
     needs="movement",
-    version=1,
+    # 2: p is that of the control that decides, the next principal directions among them.
+    version=2,
     populations=("rows",),
     invariant_to="rotation scale",
     bounds=(0.0, 1.0),

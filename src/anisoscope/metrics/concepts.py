@@ -31,7 +31,8 @@ _of_concepts = partial(
     family="concepts",
     needs="concepts",
     # 2: gradients of masked models, and states that concepts are looked for again in, are masked alike in every window.
-    version=2,
+    # 3: windows of the probe share no document.
+    version=3,
     cite="ding2010convex",
     invariant_to="translation rotation scale",
     null="control",

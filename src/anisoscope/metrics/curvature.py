@@ -30,7 +30,8 @@ _of_surfaces = partial(
     metric,
     family="curvature",
     needs="curved",
-    version=1,
+    # 2: windows of the probe share no document.
+    version=2,
     cite="bernas2026revisiting",
     populations=("content",),
     undefined="the cloud cannot be told from one that is no surface of this rank",

@@ -46,7 +46,8 @@ _of_types = partial(
     metric,
     family="pinning",
     needs="pinned",
-    version=1,
+    # 2: windows of the probe share no document.
+    version=2,
     cite="bernas2026revisiting",
     # A correlation ends at 1; the means of the variants do not.
     bounds=(-1.0, float("inf")),

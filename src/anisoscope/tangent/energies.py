@@ -7,6 +7,7 @@ Each control is the null of one hypothesis under which there is no signal, with 
                  flipped                given the states, a window's gradients are as likely as their negatives
     uncoupled    haar                   the proxy is a random subspace (N5)
                  signs                  the proxy has random signs of its coordinates (N9)
+                 span                   all r directions in the span of proxy and next directions are alike
                  next                   the gradients have as much energy in r of the next principal directions (N2)
     both         shuffled               gradients of shuffled targets have as much energy in the proxy (N10)
 
@@ -38,6 +39,7 @@ from anisoscope.tangent.controls import (
     random_spaces_beside,
     second_moments,
     sign_energies,
+    uniform_spaces,
 )
 from anisoscope.tangent.inference import (
     LEAST_DOCUMENTS,
@@ -58,9 +60,9 @@ from anisoscope.tangent.windows import (
 )
 
 COUPLED_CONTROLS = ("permuted", "permuted_directions", "flipped")
-UNCOUPLED_CONTROLS = ("haar", "signs", "next")
-# Of directions that two samples do not have in common, the part that is lost to those after them.
-LEAKED = 0.7
+UNCOUPLED_CONTROLS = ("haar", "signs", "span", "next")
+# Of the next directions, the part at most that is taken for lost where nothing in them can be found again.
+MOST_LOST = 0.9
 NO_DRAWS = torch.empty(0, dtype=torch.float64)
 
 
@@ -268,6 +270,10 @@ def uncoupled_alignments(
     energies = [of_places[at][place] for at, place in cases]
     every = _normals(moments, proxies, energies, draws, seed, untrained, spaces)
     signs = drawn_controls(energies, sign_energies(moments, bases, draws=draws, seed=seed)[_index(cases)])
+    within = span_energies(moments, proxies, draws=draws, seed=seed)
+    for known, control in zip(every, drawn_controls(energies, within[_index(cases)]), strict=True):
+        if "next" in known:
+            known["span"] = control
     for number, name in enumerate(compared, 1):
         leads = _leads(sums, several, number, seed)
         for (at, place), known in zip(cases, every, strict=True):
@@ -376,6 +382,28 @@ def row_squares(rows: Float[Tensor, "s n d"], bases: Float[Tensor, "s k d r"]) -
     return torch.cat(parts, 2).double().square()
 
 
+def span_energies(
+    moments: Float[Tensor, "s d d"], proxies: Sequence[Sequence[Proxy]], *, draws: int = DRAWS, seed: int = 0
+) -> Float[Tensor, "s k m"]:
+    """E of random subspaces in the span of a proxy and of as many next directions; float64, on the CPU.
+
+    A few gradient directions that all tokens share, a mean above all, lie in one of the two by chance. Every document
+    has the same share of them there, so that no bootstrap over documents tells.
+    """
+    both = stack_bases([[torch.cat([one.basis, one.following[:, : one.rank]], 1) for one in mine] for mine in proxies])
+    both = both.to(moments)
+    inside = (both.mT @ (moments[:, None] @ both)).double().cpu()
+    total = moments.diagonal(dim1=1, dim2=2).double().sum(1).cpu()
+    found = inside.new_full((*inside.shape[:2], draws), math.nan)
+    for at, mine in enumerate(proxies):
+        for place, one in enumerate(mine):
+            wide = one.rank + min(one.following.shape[1], one.rank)
+            spaces = uniform_spaces(draws, one.rank, wide, seed, inside.dtype, inside.device)
+            energies = ((spaces @ inside[at, place, :wide, :wide]) * spaces).sum((1, 2))
+            found[at, place] = energies / total[at] if total[at] > 0 else math.nan
+    return found
+
+
 def next_squares(
     rows: Float[Tensor, "s n d"],
     proxies: Sequence[Sequence[Proxy]],
@@ -384,12 +412,13 @@ def next_squares(
 ) -> Float[Tensor, "s n _"]:
     """‖Nᵀa‖² of every row for the next r principal directions N of each proxy and, last, ‖a‖²; of one row inexact.
 
-        (‖Nᵀa‖² - l ‖Fᵀa‖²) / (1 - l),   l = .7 (1 - o)
+        (‖Nᵀa‖² - l ‖Fᵀa‖²) / (1 - l),   l = 1 - o
 
     N is known less exactly than the proxy: a part l of it lies in the directions F after it, so that a gradient with
     equal energy in the first 2r principal directions, and less outside, has less in N than in the proxy. o is how much
     of N the states of the same tokens have in common with it: ‖NᵀM‖² / r, M their own r leading directions in the span
-    of N and F. With both halves smeared alike over the border, w(k) = 1 / (1 + eᵏ), ∫₀ w = log 2 while ∫ (w - w²) = 1.
+    of N and F. This takes l for too large rather than too small: where both samples are smeared alike over a border,
+    w(k) = 1 / (1 + eᵏ), the part lost is ∫₀ w = log 2 of what they do not have in common, ∫ (w - w²) = 1.
     Without states nothing is corrected.
     """
     nothing = rows.new_zeros(rows.shape[2], 0)
@@ -416,7 +445,7 @@ def next_squares(
         axes = small_eigh((seen.mT @ seen).double())[1].flip(-1)
         common = torch.where(first[..., None] & first[:, :, None], axes, 0).square().sum((2, 3))[..., None]
         enough = (2 * ranks <= wide) & (ranks > 0)
-        leak = torch.where(enough, LEAKED * (1 - common / ranks.clamp_min(1)), 0)
+        leak = torch.where(enough, 1 - common / ranks.clamp_min(1), 0).clamp(0, MOST_LOST)
     squares = inside(raw).double().square()
     near, far = ((squares * one[:, :, None]).sum(3) for one in (first, second))
     whole = torch.linalg.vector_norm(raw, dim=2, keepdim=True).double().square()
