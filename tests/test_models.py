@@ -613,7 +613,11 @@ def test_a_config_cannot_make_transformers_load_kernels(
     model = load_model(str(gpt2_folder), device="cpu")
     assert not loaded
     assert model.module.config._attn_implementation == "sdpa"
-    assert (model.notes == ()) is ("_attn_implementation_internal" in asked)
+    # Which other keys reach the config differs between versions of transformers.
+    if "_attn_implementation" in asked:
+        assert model.notes == (
+            "The config asks for attn_implementation 'evil/kernel:attend'; the default of transformers was used.",
+        )
     ids = token_ids()
     states = capture(model, ids, sites_of(model.layout)).states
     for site, state in capture(plain, ids, sites_of(plain.layout)).states.items():
