@@ -32,7 +32,7 @@ from anisoscope.errors import LayoutError, MissingPackageError, ModelError, Spec
 from anisoscope.models import (
     Layout,
     Stack,
-    _is_computed,
+    _computed_weights,
     adopt_model,
     discover_layout,
     load_model,
@@ -510,7 +510,8 @@ def test_a_missing_weight_is_computed_if_it_is_frozen_and_begins_without_randomn
     # As loading leaves a weight that is missing: initialised, and no longer frozen.
     module._init_weights(module.transformer.wpe)
     module.requires_grad_(True)
-    assert _is_computed(module, "transformer.wpe.weight") is accepted
+    missing = {"transformer.wpe.weight", "transformer.ln_f.weight", "lm_head.weight", "no.such.weight"}
+    assert _computed_weights(module, missing) == ({"transformer.wpe.weight"} if accepted else set())
 
 
 def test_a_missing_pooler_is_no_loss(tokenizer: Any, tmp_path: Path) -> None:
@@ -612,7 +613,11 @@ def test_a_config_cannot_make_transformers_load_kernels(
     model = load_model(str(gpt2_folder), device="cpu")
     assert not loaded
     assert model.module.config._attn_implementation == "sdpa"
-    assert (model.notes == ()) is ("_attn_implementation_internal" in asked)
+    # Which other keys reach the config differs between versions of transformers.
+    if "_attn_implementation" in asked:
+        assert model.notes == (
+            "The config asks for attn_implementation 'evil/kernel:attend'; the default of transformers was used.",
+        )
     ids = token_ids()
     states = capture(model, ids, sites_of(model.layout)).states
     for site, state in capture(plain, ids, sites_of(plain.layout)).states.items():

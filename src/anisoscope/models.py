@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from jaxtyping import Int
@@ -398,9 +398,10 @@ def _check_complete(name: str, module: nn.Module, layout: Layout, probe: Int[Ten
     last = trace.of(ends)[-1]
     early = {call.path for call in trace.calls if call.entered <= last.entered or call.path.startswith(f"{last.path}.")}
     late = {call.path for call in trace.calls} - early
-    unused = {key for key in missing if "pooler" in key.split(".") or _is_computed(module, key)}
+    unused = {key for key in missing if "pooler" in key.split(".")}
     head = {key for key in missing - unused if key.rpartition(".")[0] in late or _parent(key) in late}
-    random = sorted(missing - unused - head)
+    needed = missing - unused - head
+    random = sorted(needed - _computed_weights(module, needed))
     if random:
         raise ModelError(
             f"{name}: {len(random)} weights are missing from the checkpoint and would be random "
@@ -409,35 +410,36 @@ def _check_complete(name: str, module: nn.Module, layout: Layout, probe: Int[Ten
     return bool(head)
 
 
-def _is_computed(module: nn.Module, key: str) -> bool:
-    """Whether a missing weight is no result of training: it is frozen, and its initialisation has no randomness.
+def _computed_weights(module: nn.Module, missing: set[str]) -> set[str]:
+    """Those missing weights that are no result of training: frozen, and initialised without randomness.
 
     So are sinusoidal position embeddings, which several architectures do not store. A norm's gain begins at one as
     well, but is trained.
     """
+    if not missing:
+        return set()
+    try:
+        # A weight that was loaded, or should have been, does not say any more that it is frozen.
+        with torch.device("meta"):
+            declared = dict(type(module)(module.config).named_parameters())
+    except Exception:
+        # No model of transformers, or one that cannot be built without memory: all count as missing.
+        return set()
+    frozen = {key for key in missing if key in declared and not declared[key].requires_grad}
+    return {key for key in frozen if _begins_the_same(module, key)}
+
+
+def _begins_the_same(module: Any, key: str) -> bool:
+    """Whether initialising a weight again, with other random numbers, gives the value it has."""
     path, _, name = key.rpartition(".")
-    owner = module.get_submodule(path)
-    weight = getattr(owner, name)
-    if weight.is_meta or not weight.is_floating_point() or not _is_frozen(module, key):
-        return False
-    again = copy.deepcopy(owner)
+    again = copy.deepcopy(module.get_submodule(path))
+    weight = getattr(again, name)
     # A new parameter: transformers marks those that it need not initialise.
-    empty = torch.full_like(weight, torch.nan)
-    setattr(again, name, nn.Parameter(empty, requires_grad=False) if isinstance(weight, nn.Parameter) else empty)
+    setattr(again, name, nn.Parameter(torch.full_like(weight, torch.nan), requires_grad=False))
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(1)
-        cast("Any", module)._init_weights(again)
+        module._init_weights(again)
     return torch.equal(getattr(again, name), weight)
-
-
-def _is_frozen(module: nn.Module, key: str) -> bool:
-    """Whether the architecture declares a weight as not to be trained. A loaded weight does not say so any more."""
-    try:
-        with torch.device("meta"):
-            return not type(module)(module.config).get_parameter(key).requires_grad
-    except Exception:
-        # No model of transformers, or one that cannot be built without memory: the weight counts as missing.
-        return False
 
 
 def _parent(key: str) -> str:
