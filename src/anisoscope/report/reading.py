@@ -1,17 +1,15 @@
 """A run folder as it stands: good results are read, and files that cannot be read are named."""
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from anisoscope.columns import record_from
 from anisoscope.errors import StoreError
-from anisoscope.grouping import group_rows
 from anisoscope.records import Record, Spec, Unit
 from anisoscope.status import survey
 from anisoscope.store import PLACE, Store
@@ -44,22 +42,22 @@ class Run:
     """Where it stands while units are missing; empty where it is complete."""
 
     def units(self) -> Iterator[Unit]:
-        """Units that have arrays beside them, with the first of their records; the others are in the table."""
-        attached = {key: origin for key, origin in self.origins.items() if origin.attached}
-        store, firsts = Store(self.folder), self._first_records(attached)
-        for key, origin in attached.items():
+        """The units with the first of their records, the others being in the table, and the arrays beside them."""
+        store, firsts = Store(self.folder), self._first_records()
+        for key, origin in self.origins.items():
             try:
-                arrays = store.attachment(key)
+                arrays = store.attachment(key) if origin.attached else {}
             except StoreError:  # it was removed or damaged since the table was read
                 continue
             spec = Spec.from_dict(origin.spec)
             yield Unit(spec=spec, provenance=origin.provenance, records=firsts.get(key, ()), attachments=arrays)
 
-    def _first_records(self, keys: Iterable[str]) -> dict[str, tuple[Record, ...]]:
-        rows = self.table.filter(pc.field("key").isin(pa.array(keys, pa.string()))).drop_columns(["values"])
-        groups = group_rows(rows, ["key"])
-        firsts = rows.take(pa.array(groups.order[groups.ends - groups.sizes]))
-        return {row["key"]: (record_from(row),) for row in firsts.to_pylist()}
+    def _first_records(self) -> dict[str, tuple[Record, ...]]:
+        places: dict[str, int] = {}
+        for place, key in enumerate(self.table["key"].to_pylist()):
+            places.setdefault(key, place)
+        rows = self.table.drop_columns(["values"]).take(pa.array(places.values(), pa.int64())).to_pylist()
+        return {row["key"]: (record_from(row),) for row in rows}
 
 
 def read_run(folder: Path, name: str | None = None) -> Run:
