@@ -46,6 +46,7 @@ from anisoscope.result_files import (
     attachment_name,
     first_line,
     load_arrays,
+    printable,
     read_regular_file,
     read_result,
     replace_keys,
@@ -338,14 +339,14 @@ class Store:
 
     def _read_merged(self) -> MergedFile | None:
         """The merged file, where there is one that this version can read."""
-        path = self.folder / merged.NAME
+        path, known = self.folder / merged.NAME, self._merged
         try:
-            if self._merged is None or self._merged[0] != stamp_of(path.stat()):
+            if known is None or known[0] != stamp_of(path.stat()):
                 data, stamp = read_regular_file(path)
-                self._merged = stamp, merged.read_merged(data)
+                known = self._merged = stamp, merged.read_merged(data)
         except OSError:
             return None
-        return self._merged[1]
+        return known[1]
 
     def _write_merged(self, scan: _Scan) -> None:
         """Replace the merged file; readers see the old one or the new one, and so do other writers."""
@@ -390,7 +391,7 @@ class Store:
             except FileNotFoundError:  # it ended since it was listed
                 continue
             except Exception as error:  # a note may hold anything
-                note = f"{name} is not read: {first_line(error)}; delete it where nothing is writing it"
+                note = f"{printable(name)} is not read: {first_line(error)}; delete it where nothing is writing it"
                 self._warn(note)
             yield name.removesuffix(f".{kind}.json"), note, stamp
 
