@@ -128,8 +128,11 @@ class Store:
             is_new = not attached.exists()
             self._write(attached.name, data)
         try:
-            # A file that is there and was not read as a result is replaced.
-            is_first = self._write(path.name, write_result(unit, sha256), once=not os.path.lexists(path))
+            data = write_result(unit, sha256)
+            is_first = self._write(path.name, data, once=True)
+            if not is_first and unit.key not in self:
+                # What is there is no result, but damaged: it is replaced.
+                is_first = self._write(path.name, data)
         except BaseException:
             if attached is not None and is_new and unit.key not in self:
                 _remove(attached)
