@@ -201,6 +201,29 @@ def test_foreign_files_are_named_and_passed_over(tmp_path: Path) -> None:
     assert all("is no result of anisoscope" in problem for problem in problems)
 
 
+def test_names_that_are_not_utf_8_do_not_stop_a_report(tmp_path: Path) -> None:
+    Store(tmp_path).put(make_unit())
+    for name in (b"\xff.parquet", b"\xff.failed.json"):
+        Path(os.fsdecode(os.path.join(os.fsencode(tmp_path), name))).write_bytes(b"x")
+    problems = Store(tmp_path).problems()
+    assert len(problems) == 2
+    assert all(problem.startswith("\\udcff.") for problem in problems)
+    "".join(problems).encode()
+
+
+def test_a_unit_that_could_not_be_read_again_is_not_stored(tmp_path: Path) -> None:
+    unit = make_unit()
+    rows = tuple(replace(row) for row in unit.records)
+    object.__setattr__(rows[0], "site", None)
+    with pytest.raises(StoreError, match="rows have no site"):
+        Store(tmp_path).put(replace(unit, records=rows))
+    assert list(tmp_path.iterdir()) == []
+    # Rows are stored under the key of their unit.
+    other = replace(unit, spec=replace(unit.spec, seed=5))
+    Store(tmp_path).put(other)
+    assert Store(tmp_path).keys() == {other.key}
+
+
 def test_a_file_of_a_newer_format_is_named_as_such(tmp_path: Path) -> None:
     path = write_version_1(tmp_path, make_unit())
     table = pq.read_table(path)

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,10 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from hub import Hub
 from shell import Shell
+from test_store import write_version_1
 from typer.testing import CliRunner
 
 from anisoscope.checkpoints import find_checkpoints
@@ -460,6 +463,48 @@ def test_a_config_file_gives_any_flag_of_a_sweep(run_folder: Path, tmp_path: Pat
 def test_a_glob_on_local_folders_names_a_run(run_folder: Path) -> None:
     told = call("sweep", "--checkpoints", f"{run_folder}/checkpoint-1*", "--dry-run", "--json")
     assert [row["step"] for row in json.loads(told.stdout)] == [1, 16]
+
+
+def test_the_same_sweep_measures_again_what_was_damaged_or_deleted(
+    specs: list[Spec], undisturbed: pa.Table, undisturbed_store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shutil.copytree(undisturbed_store.folder, tmp_path / "run")
+    store = Store(tmp_path / "run")
+    short, flipped, deleted, copied, empty, _ = sorted(store.folder / f"{key}.parquet" for key in store.results())
+    short.write_bytes(short.read_bytes()[:-900])
+    data = bytearray(flipped.read_bytes())
+    data[len(data) // 3] ^= 4
+    flipped.write_bytes(data)
+    deleted.unlink()
+    shutil.copy(copied, store.folder / f"{copied.stem} (copy).parquet")
+    empty.write_bytes(b"")
+    pq.write_table(pa.table({"other": [1]}), store.folder / "foreign.parquet")
+    os.mkfifo(store.folder / "pipe.parquet")
+    assert store.table().num_rows == undisturbed.num_rows // 3
+    swept = resume(specs, store.folder)
+    assert set(swept.measured) == {path.stem for path in (short, flipped, deleted, empty)}
+    assert (len(swept.stored_before), swept.failed) == (2, ())
+    assert_same(Store(store.folder).table(), undisturbed)
+    assert [problem.split()[0] for problem in Store(store.folder).problems()] == [
+        copied.stem,
+        "foreign.parquet",
+        "pipe.parquet",
+    ]
+    for path in (short, flipped, empty, store.folder / "foreign.parquet", store.folder / "pipe.parquet"):
+        assert sum(path.name in message for message in caplog.messages) == 1
+    assert survey(Store(store.folder)).sentence() == "6 done"
+
+
+def test_a_sweep_over_a_store_of_version_1_measures_nothing(
+    specs: list[Spec], undisturbed: pa.Table, undisturbed_store: Store, tmp_path: Path
+) -> None:
+    for key in undisturbed_store.results():
+        write_version_1(tmp_path, undisturbed_store.get(key))
+    assert not {path.stem for path in tmp_path.glob("*.parquet")} & undisturbed_store.keys()
+    swept = resume(specs, tmp_path)
+    assert (swept.measured, len(swept.stored_before), swept.failed) == ((), 6, ())
+    assert_same(Store(tmp_path).table(), undisturbed)
+    assert survey(Store(tmp_path)).sentence() == "6 done"
 
 
 def test_time_left_is_told_from_the_pace(undisturbed_store: Store, tmp_path: Path) -> None:

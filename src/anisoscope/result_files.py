@@ -45,7 +45,7 @@ class UnusableFileError(StoreError):
     """A file in a run folder that is not read as a result, and why."""
 
     def __init__(self, name: str, verdict: Verdict, reason: str) -> None:
-        super().__init__(_SENTENCES[verdict].format(name=name, reason=reason))
+        super().__init__(_SENTENCES[verdict].format(name=printable(name), reason=reason))
         self.name, self.verdict = name, verdict
 
 
@@ -93,7 +93,9 @@ def write_result(unit: Unit, attachments_sha256: str | None) -> bytes:
     }
     if attachments_sha256 is not None:
         metadata["attachments_sha256"] = attachments_sha256
-    rows = pa.Table.from_pylist([vars(record) for record in unit.records], schema=SCHEMA)
+    rows = pa.Table.from_pylist([vars(record) | {"key": unit.key} for record in unit.records], schema=SCHEMA)
+    if empty := _empty_columns(rows):
+        raise StoreError(f"a result of {unit.spec.model} cannot be stored: rows have no {', '.join(empty)}")
     # Results are small and read by the thousand: compression would cost more than it saves.
     return write_parquet([rows], metadata, compression="none")
 
@@ -138,7 +140,7 @@ def attachment_name(key: str, sha256: str) -> str:
 
 def read_regular_file(path: Path) -> tuple[bytes, Stamp]:
     """The content of a file with its size and time; anything but a file is refused, and no pipe is waited for."""
-    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | getattr(os, "O_BINARY", 0))
+    handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     with open(handle, "rb") as file:
         status = os.fstat(handle)
         if not stat.S_ISREG(status.st_mode):
@@ -214,9 +216,14 @@ def _with_all_columns(name: str, rows: pa.Table) -> pa.Table:
             if column not in rows.column_names:
                 rows = rows.append_column(column, pa.nulls(rows.num_rows, SCHEMA.field(column).type))
         rows = rows.select(SCHEMA.names).cast(SCHEMA)
-    if empty := [column for column in _NEVER_NULL if rows[column].null_count]:
+    if empty := _empty_columns(rows):
         raise UnusableFileError(name, "damaged", f"rows have no {', '.join(empty)}")
     return rows
+
+
+def _empty_columns(rows: pa.Table) -> list[str]:
+    """Columns that must have a value in every row, and have not."""
+    return [column for column in _NEVER_NULL if rows[column].null_count]
 
 
 def _keys(name: str, metadata: dict[str, Any], rows: pa.Table) -> tuple[str, str]:
@@ -263,6 +270,11 @@ def load_arrays(file: ResultFile, data: bytes | None) -> dict[str, np.ndarray]:
 def replace_keys(text: str, current: dict[str, str]) -> str:
     """A text that names results, with the keys that they have now."""
     return re.sub(r"\b[0-9a-f]{20}\b", lambda found: current.get(found[0], found[0]), text)
+
+
+def printable(name: str) -> str:
+    """A file name as text that every page and terminal can show: names need not be UTF-8."""
+    return name.encode("utf-8", "backslashreplace").decode()
 
 
 def _is_file(path: Path) -> bool:

@@ -46,6 +46,7 @@ from anisoscope.result_files import (
     attachment_name,
     first_line,
     load_arrays,
+    printable,
     read_regular_file,
     read_result,
     replace_keys,
@@ -131,8 +132,11 @@ class Store:
             is_new = not attached.exists()
             self._write(attached.name, data)
         try:
-            # A file that is there and was not read as a result is replaced.
-            is_first = self._write(path.name, write_result(unit, sha256), once=not os.path.lexists(path))
+            data = write_result(unit, sha256)
+            is_first = self._write(path.name, data, once=True)
+            if not is_first and unit.key not in self:
+                # What is there is no result, but damaged: it is replaced.
+                is_first = self._write(path.name, data)
         except BaseException:
             if attached is not None and is_new and unit.key not in self:
                 _remove(attached)
@@ -342,14 +346,14 @@ class Store:
 
     def _read_merged(self) -> MergedFile | None:
         """The merged file, where there is one that this version can read."""
-        path = self.folder / merged.NAME
+        path, known = self.folder / merged.NAME, self._merged
         try:
-            if self._merged is None or self._merged[0] != stamp_of(path.stat()):
+            if known is None or known[0] != stamp_of(path.stat()):
                 data, stamp = read_regular_file(path)
-                self._merged = stamp, merged.read_merged(data)
+                known = self._merged = stamp, merged.read_merged(data)
         except OSError:
             return None
-        return self._merged[1]
+        return known[1]
 
     def _write_merged(self, scan: _Scan) -> None:
         """Replace the merged file; readers see the old one or the new one, and so do other writers."""
@@ -394,7 +398,7 @@ class Store:
             except FileNotFoundError:  # it ended since it was listed
                 continue
             except Exception as error:  # a note may hold anything
-                note = f"{name} is not read: {first_line(error)}; delete it where nothing is writing it"
+                note = f"{printable(name)} is not read: {first_line(error)}; delete it where nothing is writing it"
                 self._warn(note)
             yield name.removesuffix(f".{kind}.json"), note, stamp
 
