@@ -14,17 +14,17 @@ from anisoscope.claims import CLAIMS
 ROOT = Path(__file__).parent.parent
 
 
-def load_script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("claim_rates", ROOT / "scripts" / "claim_rates.py")
+def load_script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules["claim_rates"] = module
+    sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
 
 
-script = load_script()
+script = load_script("claim_rates")
 STORED = {(row["claim"], row["situation"]): row for row in json.loads(script.STORED.read_text("utf-8"))}
 CASES = {(case.claim, case.situation): case for case in script.cases()}
 
@@ -56,3 +56,13 @@ def test_rates_are_as_stored_and_keep_their_level(case: tuple[str, str]) -> None
         assert found <= stats.binom.isf(0.001, script.DRAWS, 0.05)
     if stored["kind"] == script.SIGNAL:
         assert found >= 0.95 * script.DRAWS
+
+
+@pytest.mark.slow(reason="a minute: gradients of two models and 2,500 pairings of their windows")
+@pytest.mark.parametrize("model", ["pocket-decoder", "pocket-decoder@step64", "pocket-encoder"])
+def test_most_blocks_keeps_its_level_for_blocks_of_real_models(model: str) -> None:
+    found = load_script("block_dependence").measure(model)
+    assert found["correlation_high"] > 0.7
+    limit = stats.binom.isf(0.001, 500, 0.05) / 500
+    assert max(found["none_enriched"], found["half_enriched"]) <= limit
+    assert 0.03 < found["one_block"] < 0.07

@@ -162,7 +162,7 @@ def test_the_page_says_what_was_measured_and_what_it_means(page: str) -> None:
     assert "2 checkpoints of tiny on pydoc: 3 metrics, 50 numbers." in text
     assert "2, step 3 to step 30" in text
     assert "✓ Bell holds. tiny, leading_variance of all on pydoc:" in text
-    assert text.index("Bell holds.") < text.index("is inconclusive"), "what is known comes first"
+    assert text.index("Bell holds.") < text.index("inconclusive for"), "what is known comes first"
     for section in ("Verdicts", "What was measured", "Figures", "Warnings", "Method", "Provenance", "Data"):
         assert section in text
     assert "leading_variance = λ₁ / Σᵢ λᵢ" in text
