@@ -53,6 +53,8 @@ def curvature_rows(probed: Probed, names: Collection[str]) -> Iterator[ProbeRow]
                 rank=probed.spec.curvature_rank,
                 seed=probed.spec.seed,
             )
+        # Before the next ones are read.
+        del states
 
 
 def rows_of_surface(

@@ -41,10 +41,11 @@ def pinning_rows(probed: Probed, names: Collection[str]) -> Iterator[ProbeRow]:
     for site in probed.sites if asked else ():
         for population in wanted:
             here = [item for item in asked if probed.spec.populations or population in item.populations]
-            states, types = _members(probed, site, population)
-            yield from rows_of_types(
-                states, types, probed.log_frequency, here, site=site, population=population, seed=probed.spec.seed
-            )
+            found = _members(probed, site, population)
+            place = {"site": site, "population": population, "seed": probed.spec.seed}
+            yield from rows_of_types(*found, probed.log_frequency, here, **place)
+            # Before the next ones are read.
+            del found
 
 
 def _members(probed: Probed, site: Site, population: str) -> tuple[Float[Tensor, "n d"], Int[Tensor, " n"]]:
@@ -119,8 +120,8 @@ def pinning_attachments(probed: Probed) -> dict[str, np.ndarray]:
     """
     kept: dict[str, np.ndarray] = {}
     for site in probed.sites:
-        states, types = _members(probed, site, FOLLOWED)
-        kept |= attach_centroids(pin_types(states, types, seed=probed.spec.seed), probed.log_frequency, site)
+        pinned = pin_types(*_members(probed, site, FOLLOWED), seed=probed.spec.seed)
+        kept |= attach_centroids(pinned, probed.log_frequency, site)
     return kept
 
 

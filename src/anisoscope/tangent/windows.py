@@ -243,8 +243,8 @@ def pair_each(
         raise SpecError("no token is kept: keep at least one")
     dtype = torch.promote_types(values.dtype, gradients.dtype)
     both = [values.to(dtype), gradients.to(dtype)]
-    if values.shape == gradients.shape:
-        # In one stack: a GPU hardly needs longer for it than for one of them.
+    if values.shape == gradients.shape and values.is_cuda:
+        # In one stack: a GPU hardly needs longer for it than for one of them. A CPU would need the memory of both.
         both = list(center_clouds(torch.cat(both), keep.repeat(2, 1)).points.chunk(2))
     else:
         both = [center_clouds(rows, keep).points for rows in both]
