@@ -86,7 +86,7 @@ def _align(probed: Probed, found: Mapping[str, Metric], past: Past | None) -> Al
         held = analysis.hold(places)
         held.begin()
         fits = analysis.fit(places, meanwhile=partial(held.look_ahead, own=own))
-        _return_on(device)
+        return_free_memory(device)
         if own:
             aligned.rows.extend(analysis.at(held, fits))
             aligned.attachments.update(sketch([(place.site, place.population) for place in places], fits))
@@ -94,15 +94,10 @@ def _align(probed: Probed, found: Mapping[str, Metric], past: Past | None) -> Al
             aligned.rows.extend(analysis.against_past(held, fits, past))
         # Before the next ones are read.
         del places, held, fits
-        _return_on(device)
+        return_free_memory(device)
     if own:
         aligned.rows.extend(analysis.of_modules())
     return aligned
-
-
-def _return_on(device: torch.device) -> None:
-    if device.type == "cpu":
-        return_free_memory()
 
 
 def in_both_ways(places: Sequence[Sequence[Candidate]]) -> list[list[Candidate]]:

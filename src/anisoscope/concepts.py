@@ -21,6 +21,7 @@ from anisoscope.metrics import Metric, all_metrics
 from anisoscope.metrics.concepts import ConceptSet
 from anisoscope.probed import Probed, ProbeRow
 from anisoscope.records import Site
+from anisoscope.scratch import return_free_memory
 from anisoscope.tangent.concepts import (
     centred_product,
     describe_concepts,
@@ -89,8 +90,9 @@ def concept_rows(
 
 
 def _at(probed: Probed, site: Site, population: str) -> tuple[Int[Tensor, " n"], Found | None]:
-    states, shown = probed.fit_states[site], probed.gradients
-    here, seed = shown.sites[site], probed.spec.seed
+    shown, seed = probed.gradients, probed.spec.seed
+    states, here = probed.fit_states[site], shown.sites[site]
+    return_free_memory(states.device)
     tokens = probed.fit_tokens(states.device)
     index = _some(probed.members(population, states, tokens), seed)
     kept = probed.members(population, here.values, shown.tokens)

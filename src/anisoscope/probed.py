@@ -115,7 +115,7 @@ class Probed:
         seed = self.mask_seed(half)
         settings |= {"seed": seed, "batch_size": self.pass_size, "into": store}
         found = capture_gradients(self.model, windows, sites, **settings)
-        return_free_memory()
+        return_free_memory(found.windows.device)
         return replace(found, sites=StoredPairs(stored, Site), linears=StoredPairs(stored, str))
 
     def mask_seed(self, half: str) -> int:
@@ -151,8 +151,15 @@ class Probed:
 
         default = max(1, FORWARD_TOKENS // length)
         self.pass_size.run(run, stop=count, default=default, seq_len=length)
-        return_free_memory()
         return stored
+
+    def fit_cloud(self, site: Site, population: str) -> tuple[Float[Tensor, "m d"], Int[Tensor, " m"]]:
+        """States of the fit half at a site, of the tokens in a population, and the ids of these."""
+        states = self.fit_states[site]
+        return_free_memory(states.device)
+        tokens = self.fit_tokens(states.device)
+        index = self.members(population, states, tokens)
+        return states[index], tokens.ids[index]
 
     def fit_tokens(self, device: torch.device) -> Tokens:
         """What is known of the tokens of the fit half."""

@@ -133,8 +133,7 @@ class Run:
         with show_progress(self.spec.model, total=work, shown=progress and bool(self.pools)) as advance:
             for pool in self.pools:
                 self._measure_pool(pool, advance)
-                if not self.on_gpu:
-                    return_free_memory()
+                return_free_memory(torch.device("cuda" if self.on_gpu else "cpu"))
         return self._unit(start)
 
     def _measure_pool(self, pool: Pool, advance: Advance) -> None:

@@ -8,6 +8,7 @@ import contextlib
 import ctypes
 import errno
 import tempfile
+import weakref
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
@@ -112,6 +113,7 @@ class Matrices(Mapping[Name, Tensor]):
         else:
             if self._file is None:
                 self._file = tempfile.TemporaryFile(prefix="anisoscope-")  # noqa: SIM115
+                weakref.finalize(self, self._file.close)
             self._places[name] = _InFile(self._size, width, part.dtype, part.device)
             self._size += size
         return self._places[name]
@@ -123,10 +125,11 @@ def _most_kept(device: torch.device) -> int:
     return int(torch.cuda.mem_get_info(device)[0] * KEPT_SHARE)
 
 
-def return_free_memory() -> None:
+def return_free_memory(device: torch.device) -> None:
     """Hand free heap pages back: glibc keeps the holes that thousands of large arrays leave, and would only grow.
 
-    A few milliseconds, which a GPU would wait for: the host has little to hand back there.
+    A few milliseconds. Beside a GPU the host has little to hand back, and the GPU would wait for it.
     """
-    with contextlib.suppress(AttributeError, OSError):
-        ctypes.CDLL(None).malloc_trim(0)
+    if device.type == "cpu":
+        with contextlib.suppress(AttributeError, OSError):
+            ctypes.CDLL(None).malloc_trim(0)
