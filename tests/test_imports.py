@@ -16,7 +16,7 @@ COMPUTING = (
     {"tables"},
     {"store", "hub", "schedules", "sinks", "presets", "conditions", "undisturbed", "tracks"},
     {"status", "sources", "exporting"},
-    {"kernels"},
+    {"kernels", "passes", "scratch"},
     {"cloud", "metrics"},
     {"tangent"},
     {"stack"},
