@@ -198,10 +198,11 @@ class _Analysis:
     def hold(self, places: Sequence[Place]) -> Held:
         return Held(self.probed, self.metrics, places, self.gradients)
 
-    def _shuffle(self, places: Sequence[Place]) -> Held:
-        """With the gradients of targets that were dealt anew."""
+    def _shuffled_moments(self, places: Sequence[Place]) -> Float[Tensor, "s g d d"]:
+        """Second moments of each place's gradients with shuffled targets."""
         gradients = self.probed.shuffled_gradients.sites
-        return self.hold([replace(place, read_here=partial(gradients.__getitem__, place.site)) for place in places])
+        others = [replace(place, read_here=partial(gradients.__getitem__, place.site)) for place in places]
+        return self.hold(others).moments
 
     def fit(self, places: Sequence[Place], meanwhile: Callable[[], None] = lambda: None) -> list[dict[str, Proxy]]:
         """The proxies of each that are one space for all tokens."""
@@ -223,7 +224,7 @@ class _Analysis:
 
     def at(self, held: Held, fits: Sequence[Mapping[str, Proxy]]) -> Iterator[ProbeRow]:
         """Everything of some places, with the proxies of this checkpoint."""
-        shuffled = self._shuffle(held.places) if self.shuffled else None
+        shuffled = self._shuffled_moments(held.places) if self.shuffled else None
         every = hold_against(held, in_both_ways(_named(fits)), own=True, shuffled=shuffled)
         for at, (place, rows) in enumerate(zip(held.places, every, strict=True)):
             yield from rows

@@ -26,12 +26,16 @@ from anisoscope.tangent.share_controls import ShareControls, permuted_shares, un
 
 
 def hold_against(
-    held: Held, candidates: Sequence[Sequence[Candidate]], *, own: bool = False, shuffled: Held | None = None
+    held: Held,
+    candidates: Sequence[Sequence[Candidate]],
+    *,
+    own: bool = False,
+    shuffled: Float[Tensor, "s g d d"] | None = None,
 ) -> list[list[ProbeRow]]:
     """Rows of each place for its candidates.
 
     Where these are its `own`, also what is left of anisotropy without those that are plain proxies, and their energies
-    by token frequency. Energies of `shuffled` gradients stand beside those of the true ones.
+    by token frequency. `shuffled` are moments of gradients of shuffled targets: their energies stand beside the true.
     """
     if not held.gradients:
         return [[] for _ in held.places]
@@ -75,7 +79,7 @@ def hold_against(
                 seed=seed,
             )
         if shuffled is not None:
-            found = beside_shuffled(found, energies_of(shuffled.moments[:, number], bases))
+            found = beside_shuffled(found, energies_of(shuffled[:, number], bases))
         for at, (mine, every) in enumerate(zip(usable, found, strict=True)):
             rows[at] += held.enrichment(at, gradient, mine, every, shares[at * len(held.gradients) + number])
     if removal and leading:

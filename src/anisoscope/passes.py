@@ -33,8 +33,8 @@ class PassSize:
         to what it keeps before it can no longer fail, or write it where the next attempt overwrites it.
         """
         while start < stop:
-            size = default if self.windows is None else self.windows
-            part = slice(start, min(start + size, stop))
+            size = min(default if self.windows is None else self.windows, stop - start)
+            part = slice(start, start + size)
             try:
                 work(part)
             except (RuntimeError, MemoryError) as error:

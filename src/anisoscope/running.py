@@ -211,6 +211,8 @@ class Run:
         for site, owners in self.gauge.collect_owners(self.rooms).items():
             prefix = f"owners/{site.stack or ''}/{site.name}"
             attachments |= owners.attach(prefix, self._decode, self.corpus.titles)
+        # States of the last pool, which nothing reads any more.
+        self.rooms = Rooms(0, 0)
         weights, attention = list(self._weigh()), list(self._attend())
         probed, kept = self._look_at_probe()
         attachments |= kept

@@ -76,7 +76,7 @@ class Matrices(Mapping[Name, Tensor]):
         raw = part.to("cpu", place.dtype).contiguous().numpy()
         try:
             self._file.seek(place.offset + rows.start * row_bytes)
-            self._file.write(memoryview(raw).cast("B"))
+            self._file.write(raw.data.cast("B"))
             self._file.flush()
         except OSError as error:
             if error.errno != errno.ENOSPC:
@@ -98,7 +98,7 @@ class Matrices(Mapping[Name, Tensor]):
         for some in matrix.split(block):
             # Straight into the matrix where it is in the memory of the host.
             room = some if some.device.type == "cpu" else torch.empty(some.shape, dtype=some.dtype)
-            wanted = memoryview(room.numpy()).cast("B")
+            wanted = room.numpy().data.cast("B")
             if self._file.readinto(wanted) != len(wanted):
                 raise StoreError(f"{name}: a temporary file ended before its last row was written")
             if room is not some:
