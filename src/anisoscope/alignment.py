@@ -13,7 +13,7 @@ by their columns:
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -83,10 +83,10 @@ def _align(probed: Probed, found: Mapping[str, Metric], past: Past | None) -> Al
     analysis, own = _Analysis(probed, found), probed.spec.proxy_from is None
     usual = dict.fromkeys(name for item in found.values() for name in item.populations)
     for places in analysis.places(probed.spec.populations or tuple(usual)):
-        held = analysis.hold(places)
-        held.begin()
-        fits = analysis.fit(places, meanwhile=partial(held.look_ahead, own=own))
+        # The states that are fitted are gone before those that are tested come.
+        fits = analysis.fit(places)
         return_free_memory(device)
+        held = analysis.hold(places)
         if own:
             aligned.rows.extend(analysis.at(held, fits))
             aligned.attachments.update(sketch([(place.site, place.population) for place in places], fits))
@@ -204,18 +204,16 @@ class _Analysis:
         others = [replace(place, read_here=partial(gradients.__getitem__, place.site)) for place in places]
         return self.hold(others).moments
 
-    def fit(self, places: Sequence[Place], meanwhile: Callable[[], None] = lambda: None) -> list[dict[str, Proxy]]:
+    def fit(self, places: Sequence[Place]) -> list[dict[str, Proxy]]:
         """The proxies of each that are one space for all tokens."""
-        return self._fit([place.fitted for place in places], meanwhile)
+        return self._fit([place.fitted for place in places])
 
-    def _fit(
-        self, clouds: Sequence[Float[Tensor, "_ d"]], meanwhile: Callable[[], None] = lambda: None
-    ) -> list[dict[str, Proxy]]:
+    def _fit(self, clouds: Sequence[Float[Tensor, "_ d"]]) -> list[dict[str, Proxy]]:
         methods = [name for name in self.proxies if name != "local_pca"]
         asked = self.probed.spec.rank
         ranks = [rank_within(asked, cloud.shape[1]) for cloud in clouds]
         each = [[cloud] for cloud in clouds]
-        fits = fit_each(each, methods=methods, ranks=ranks, seed=self.seed, meanwhile=meanwhile)
+        fits = fit_each(each, methods=methods, ranks=ranks, seed=self.seed)
         for proxies, rank in zip(fits, ranks, strict=True):
             if rank != asked:
                 note = f"rank {rank}, half of the coordinates; {asked} was asked for"

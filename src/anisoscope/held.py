@@ -12,7 +12,6 @@ from torch import Tensor
 
 from anisoscope.gradients import Coupled
 from anisoscope.kernels.leading import leading_values
-from anisoscope.kernels.queues import aside, mark_aside, rejoin
 from anisoscope.metrics import Metric
 from anisoscope.metrics.alignment import Enrichment, Removed, Trend, Turned
 from anisoscope.probed import Probed, ProbeRow
@@ -87,7 +86,6 @@ class Held:
         self.excluded = [self.kept.shape[1] - mine for mine in self.points]
         self.pairing, self.rows = None, None
         self.leading: Leading | None = None
-        self.begun: torch.cuda.Event | None = None
         pairs = [place.here for place in places]
         self.dim = pairs[0].values.shape[1]
         here = stack_clouds([pair.gradients for pair in pairs])
@@ -96,26 +94,6 @@ class Held:
         if set(self.gradients) - {"activation"}:
             values = stack_clouds([pair.values for pair in pairs])
             self.pairing = pair_each(values, here, self.shown.windows, keep=self.keep, seed=self.seed)
-
-    def begin(self) -> None:
-        """Give a GPU what needs no proxy: it is done before there is one."""
-        with aside(self.keep.device):
-            if self.pairing is not None:
-                self.pairing.begin()
-            if self.gradients:
-                _ = self.moments
-        self.begun = mark_aside(self.keep.device)
-
-    def look_ahead(self, *, own: bool) -> None:
-        """What needs no proxy, but the host: after `begin`, and while a GPU is at work on proxies.
-
-        More of it where the places' own proxies are to follow.
-        """
-        rejoin(self.keep.device, self.begun)
-        if own and self.of_frequency:
-            _ = self.dealt
-        if own and self.of_removal and not isinstance(self.probed.spec.rank, str):
-            self.leading_of(min(self.probed.spec.rank, self.dim // 2))
 
     @property
     def of_frequency(self) -> bool:

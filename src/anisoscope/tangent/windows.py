@@ -109,11 +109,6 @@ class Pairing:
     def _by_tokens(self) -> tuple[Float[Tensor, "s m"], Float[Tensor, "s w w"]]:
         return squares_by_tokens(self.gradients, self.values, self.permutations)
 
-    def begin(self) -> None:
-        """Compute what every subspace will need, where that is known before they are."""
-        if self._few_tokens:
-            _ = self._by_tokens
-
     @property
     def _few_tokens(self) -> bool:
         """Whether products of tokens need fewer multiplications than products of frequencies."""
