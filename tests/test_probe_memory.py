@@ -99,6 +99,13 @@ def test_shuffled_targets_linear_modules_and_embeddings_too(decoder: Model) -> N
     assert [gradients for _, gradients in passes].count(False) == WINDOWS // 8
 
 
+def test_a_scope_hands_its_batch_size_on(decoder: Model, tmp_path: Path) -> None:
+    given = {"tokenizer": decoder.tokenizer, "store": tmp_path, "preset": None, "batch_size": 5}
+    with an.Scope(decoder.module, spec_for("pinning"), **given) as scope, watched(decoder) as passes:
+        scope.step(0)
+    assert [count for count, _ in passes] == [5] * 6 + [2]
+
+
 @pytest.mark.parametrize(("name", "family"), CASES)
 def test_where_memory_runs_out_passes_are_halved_and_numbers_stay(
     name: str, family: str, request: pytest.FixtureRequest

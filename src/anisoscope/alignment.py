@@ -252,7 +252,8 @@ class _Analysis:
         first = first.to(place.keep.device)
         fit_rows = place.fit_rows[first[self.tokens["fit"].ids[place.fit_rows]]]
         other = replace(place, fit_rows=fit_rows, keep=place.keep & ~first[self.tokens["test"].ids])
-        yield from hold_against(self.hold([other]), in_both_ways(_named(self.fit([other]), ";split=types")))[0]
+        candidates = in_both_ways(_named(self.fit([other]), ";split=types"))
+        yield from hold_against(self.hold([other]), candidates)[0]
 
     def of_modules(self) -> Iterator[ProbeRow]:
         """Gradients of linear modules and of embedding rows, where they are asked for; the proxy is of their inputs."""
@@ -277,8 +278,8 @@ class _Analysis:
             keep=torch.ones_like(test.tokens.special),
             fit_rows=torch.arange(len(fit.windows), device=fit.windows.device),
         )
-        held = Held(self.probed, self.metrics, [place], ("linear",))
-        yield from hold_against(held, in_both_ways(_named(self.fit([place]))))[0]
+        candidates = in_both_ways(_named(self.fit([place])))
+        yield from hold_against(Held(self.probed, self.metrics, [place], ("linear",)), candidates)[0]
 
     def _embedding(self, rows: Float[Tensor, "v d"], types: Int[Tensor, " v"], name: str) -> Iterator[ProbeRow]:
         """Gradient rows of the input embedding against the states at `embed`, of the output one at `final_norm`."""

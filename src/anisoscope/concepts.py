@@ -108,7 +108,7 @@ def _at(probed: Probed, site: Site, population: str) -> tuple[Int[Tensor, " n"],
         documents=shown.tokens.documents[kept],
     )
     fitted = states[index]
-    # All of the tokens in memory: what is looked at is chosen now.
+    # Of all tokens; what is needed of them is copied.
     del here, states
     return index, find_concepts(fitted, test, rank, seed=seed, types=tokens.ids[index])
 
