@@ -623,6 +623,55 @@ def race_large_store(peers: None, quick: bool) -> Iterator[Result]:
             yield Result(**shared, case=memory, by="MiB", median=peak, goal=None if quick else LARGE_STORE_MEMORY)
 
 
+def probe_peak_of(shape: str, families: str, tokens: int) -> None:
+    """Print the peak memory of measuring families on a probe in this process."""
+    from anisoscope.lab import Recipe, build_model
+    from anisoscope.models import load_model
+
+    torch.set_num_threads(1)
+    seq_len, corpus = SEQ_LEN, read_corpus()
+    if shape == "pocket":
+        seq_len, model = 128, load_model("pocket-decoder", device="cpu")
+    else:
+        _, tokenizer = small_decoder()
+        layers, width = map(int, shape.split("x"))
+        torch.manual_seed(0)
+        recipe = Recipe(layers=layers, width=width, heads=width // 64, vocabulary=len(tokenizer), seq_len=SEQ_LEN)
+        model = adopt(build_model(recipe, tokenizer), tokenizer)
+    import anisoscope
+
+    spec = anisoscope.Spec(model="bench", tokens=tokens, seq_len=seq_len, metrics=tuple(families.split("+")))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    anisoscope.measure(spec, model=model, corpus=corpus, progress=False)
+    print(json.dumps({"before": before, "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}))
+
+
+def race_probe_memory(peers: Peers | None, quick: bool) -> Iterator[Result]:
+    families = ("alignment", "pinning", "curvature", "concepts")
+    together = "+".join(families)
+    every = [("pocket", together), *(("6x256", one) for one in (*families, together)), ("12x768", together)]
+    mebi = 1 << (20 if sys.platform == "darwin" else 10)
+    for shape, asked in every[:1] if quick else every:
+        found = []
+        for tokens in (1 << 13, 1 << 16):
+            command = [sys.executable, str(Path(__file__).resolve()), "--probe-peak", shape, asked, str(tokens)]
+            found.append(json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout))
+        short, long = found
+        yield Result(
+            section="probe memory",
+            case=f"{shape} decoder, every site, {asked.replace('+', ', ')}: peak at 65,536 tokens",
+            against="peak at 8,192 tokens",
+            better="lower",
+            by="bytes",
+            repeats=1,
+            median=long["peak"] / short["peak"],
+            spread=0.0,
+            goal=1.2,
+            remark=f"{long['peak'] / mebi:,.0f} and {short['peak'] / mebi:,.0f} MiB; {short['before'] / mebi:,.0f} MiB "
+            "before (libraries, corpus, model)",
+        )
+
+
 def race_sweep(peers: None, quick: bool) -> Iterator[Result]:
     """A sweep over saved checkpoints against loading and measuring each: planning, hashing, storing and watching."""
     from anisoscope.checkpoints import find_checkpoints
@@ -848,6 +897,11 @@ SECTIONS: dict[str, tuple[Callable[[Any, bool], Iterator[Result]], str]] = {
         "A made-up store (scripts/large_store.py) of 40 models, 100 checkpoints and 5 texts: CPU seconds and peak "
         "memory of a fresh process each, which reads the store itself.",
     ),
+    "probe memory": (
+        race_probe_memory,
+        "Peak resident memory of `measure` with families that are measured on a probe, a fresh process each, one "
+        "thread; half of the tokens are fitted on and half tested on.",
+    ),
     "sweep": (race_sweep, "`run_sweep`, engine `local`, against loading and measuring the same checkpoints."),
     "live": (
         race_live,
@@ -862,7 +916,7 @@ SECTIONS: dict[str, tuple[Callable[[Any, bool], Iterator[Result]], str]] = {
     ),
     "gpu": (race_gpu, "As `walk`, in bfloat16, synchronised wall time; the first run, which compiles, is not counted."),
 }
-ALONE = ("walk", "memory", "large store", "sweep", "live", "alignment", "gpu")
+ALONE = ("walk", "memory", "probe memory", "large store", "sweep", "live", "alignment", "gpu")
 """Sections without other packages."""
 
 
@@ -991,11 +1045,15 @@ def main() -> None:
     parser.add_argument("--update", action="store_true", help="keep the new ratios, better or worse")
     parser.add_argument("--peak", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--large", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--probe-peak", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.peak:
         return peak_of(options.peak)
     if options.large:
         return use_large_store(options.large[0], Path(options.large[1]))
+    if options.probe_peak:
+        shape, families, tokens = options.probe_peak
+        return probe_peak_of(shape, families, int(tokens))
     kept = {"machines": {}, "results": {}}
     if KEPT.exists():
         kept = json.loads(KEPT.read_text(encoding="utf-8"))

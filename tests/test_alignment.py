@@ -17,7 +17,6 @@ from anisoscope.corpora import load_corpus
 from anisoscope.errors import SpecError
 from anisoscope.gauge import seed_for
 from anisoscope.gradients import capture_gradients
-from anisoscope.held import Held
 from anisoscope.kernels.queues import few_threads
 from anisoscope.layout import select_sites
 from anisoscope.models import Model, load_model
@@ -151,19 +150,6 @@ def test_places_have_the_tokens_of_their_population(decoder: Model) -> None:
         assert torch.equal(place.fitted, states[probed.members(place.population, states, tokens)])
         tested = probed.members(place.population, place.here.values, probed.gradients.tokens)
         assert torch.equal(place.keep.nonzero().flatten(), tested)
-
-
-def test_what_is_done_ahead_changes_no_number(decoder: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    spec, done = spec_for(sites=("block.2",)), []
-    begin, look = Held.begin, Held.look_ahead
-    monkeypatch.setattr(Held, "begin", lambda held: (done.append("begin"), begin(held)))
-    monkeypatch.setattr(Held, "look_ahead", lambda held, own: (done.append("look"), look(held, own=own)))
-    ahead = an.measure(spec, model=decoder, progress=False)
-    assert done == ["begin", "look"]
-    for name in ("begin", "look_ahead"):
-        monkeypatch.setattr(Held, name, lambda held, own=True: None)
-    later = an.measure(spec, model=decoder, progress=False)
-    assert [replace(one, seconds=0.0) for one in later.records] == [replace(one, seconds=0.0) for one in ahead.records]
 
 
 def test_a_population_that_is_named_twice_is_measured_once(decoder: Model) -> None:

@@ -17,7 +17,7 @@ COMPUTING = (
     {"merged"},
     {"store", "hub", "schedules", "sinks", "presets", "conditions", "undisturbed", "tracks"},
     {"status", "sources", "exporting"},
-    {"kernels"},
+    {"kernels", "passes", "scratch"},
     {"cloud", "metrics"},
     {"tangent"},
     {"stack"},

@@ -13,7 +13,7 @@ by their columns:
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from anisoscope.cloud import select_members, typical_limit
 from anisoscope.errors import SpecError
-from anisoscope.gradients import capture_gradients
+from anisoscope.gradients import ProbeGradients
 from anisoscope.held import (
     WITH_MEAN,
     WITHOUT_MEAN,
@@ -40,6 +40,7 @@ from anisoscope.metrics import Metric, all_metrics
 from anisoscope.past import Past, sketch
 from anisoscope.probed import Probed, ProbeRow
 from anisoscope.records import Site
+from anisoscope.scratch import return_free_memory
 from anisoscope.tangent.energies import uncoupled_alignments
 from anisoscope.tangent.means import without_mean
 from anisoscope.tangent.proxies import Proxy, fit_each
@@ -78,18 +79,22 @@ def align(probed: Probed, names: Collection[str], past: Past | None = None) -> A
 
 
 def _align(probed: Probed, found: Mapping[str, Metric], past: Past | None) -> Aligned:
-    aligned = Aligned(rows=[], attachments={})
+    aligned, device = Aligned(rows=[], attachments={}), probed.gradients.tokens.ids.device
     analysis, own = _Analysis(probed, found), probed.spec.proxy_from is None
     usual = dict.fromkeys(name for item in found.values() for name in item.populations)
     for places in analysis.places(probed.spec.populations or tuple(usual)):
+        # The states that are fitted are gone before those that are tested come.
+        fits = analysis.fit(places)
+        return_free_memory(device)
         held = analysis.hold(places)
-        held.begin()
-        fits = analysis.fit(places, meanwhile=partial(held.look_ahead, own=own))
         if own:
             aligned.rows.extend(analysis.at(held, fits))
             aligned.attachments.update(sketch([(place.site, place.population) for place in places], fits))
         if past is not None:
             aligned.rows.extend(analysis.against_past(held, fits, past))
+        # Before the next ones are read.
+        del places, held, fits
+        return_free_memory(device)
     if own:
         aligned.rows.extend(analysis.of_modules())
     return aligned
@@ -134,44 +139,45 @@ class _Analysis:
         """Some of one width at a time: a GPU hardly needs longer for many small ones than for one."""
         some: list[tuple[Site, str]] = []
         states, elements = self.probed.proxy_states, 0
+        most = limit_on(FITTED_ELEMENTS, self.tokens["test"].ids)
         for site, population in itertools.product(self.probed.sites, populations):
-            here = states[site]
-            full = elements + here.numel() > limit_on(FITTED_ELEMENTS, here)
-            if some and (full or here.shape[1] != states[some[0][0]].shape[1]):
+            width = states.width(site)
+            full = elements + states.rows * width > most
+            if some and (full or width != states.width(some[0][0])):
                 yield self._places_of(some)
                 some, elements = [], 0
             some.append((site, population))
-            elements += here.numel()
+            elements += states.rows * width
         if some:
             yield self._places_of(some)
 
     def _places_of(self, some: Sequence[tuple[Site, str]]) -> list[Place]:
         fit, test = self.probed.proxy_states, self.probed.gradients.sites
-        fitting = self._keep("fit", [fit[site] for site, _ in some], [population for _, population in some])
-        testing = self._keep("test", [test[site].values for site, _ in some], [population for _, population in some])
+        populations = [population for _, population in some]
+        fitting = self._keep("fit", (fit[site] for site, _ in some), populations)
+        testing = self._keep("test", (test[site].values for site, _ in some), populations)
         # Not by each mask, which a GPU would have to count by itself.
         kept = fitting.nonzero()[:, 1].split(fitting.sum(1).tolist())
-        every = zip(some, kept, testing.unbind(), fitting.unbind(), strict=True)
         return [
             Place(
                 site=site,
                 population=population,
-                fitted=fit[site][index],
-                here=test[site],
+                read_fitted=partial(fit.__getitem__, site),
+                read_here=partial(test.__getitem__, site),
                 keep=keep,
-                fit_keep=fit_keep,
+                fit_rows=rows,
             )
-            for (site, population), index, keep, fit_keep in every
+            for (site, population), rows, keep in zip(some, kept, testing.unbind(), strict=True)
         ]
 
     def _keep(
-        self, half: str, states: Sequence[Float[Tensor, "n d"]], populations: Sequence[str]
+        self, half: str, states: Iterable[Float[Tensor, "n d"]], populations: Sequence[str]
     ) -> Bool[Tensor, "s n"]:
         """Which tokens `select_population` selects; what does not depend on the states is selected once."""
         typical = [number for number, population in enumerate(populations) if population == "typical"]
         keep = torch.stack([self._members(half, "content" if one == "typical" else one) for one in populations])
         if typical:
-            norms = norms_of_each([states[number] for number in typical])
+            norms = norms_of_each(list(itertools.compress(states, (one == "typical" for one in populations))))
             keep[typical] &= norms <= typical_limit(norms, self.probed.spec.typical_k)[:, None]
         return keep
 
@@ -185,22 +191,21 @@ class _Analysis:
     def hold(self, places: Sequence[Place]) -> Held:
         return Held(self.probed, self.metrics, places, self.gradients)
 
-    def _shuffle(self, places: Sequence[Place]) -> Held:
-        """With the gradients of targets that were dealt anew."""
-        return self.hold([replace(place, here=self.probed.shuffled_gradients.sites[place.site]) for place in places])
+    def _shuffled(self, places: Sequence[Place]) -> Held:
+        """The same places with the gradients of shuffled targets."""
+        gradients = self.probed.shuffled_gradients.sites
+        return self.hold([replace(place, read_here=partial(gradients.__getitem__, place.site)) for place in places])
 
-    def fit(self, places: Sequence[Place], meanwhile: Callable[[], None] = lambda: None) -> list[dict[str, Proxy]]:
+    def fit(self, places: Sequence[Place]) -> list[dict[str, Proxy]]:
         """The proxies of each that are one space for all tokens."""
-        return self._fit([place.fitted for place in places], meanwhile)
+        return self._fit([place.fitted for place in places])
 
-    def _fit(
-        self, clouds: Sequence[Float[Tensor, "_ d"]], meanwhile: Callable[[], None] = lambda: None
-    ) -> list[dict[str, Proxy]]:
+    def _fit(self, clouds: Sequence[Float[Tensor, "_ d"]]) -> list[dict[str, Proxy]]:
         methods = [name for name in self.proxies if name != "local_pca"]
         asked = self.probed.spec.rank
         ranks = [rank_within(asked, cloud.shape[1]) for cloud in clouds]
         each = [[cloud] for cloud in clouds]
-        fits = fit_each(each, methods=methods, ranks=ranks, seed=self.seed, meanwhile=meanwhile)
+        fits = fit_each(each, methods=methods, ranks=ranks, seed=self.seed)
         for proxies, rank in zip(fits, ranks, strict=True):
             if rank != asked:
                 note = f"rank {rank}, half of the coordinates; {asked} was asked for"
@@ -209,7 +214,7 @@ class _Analysis:
 
     def at(self, held: Held, fits: Sequence[Mapping[str, Proxy]]) -> Iterator[ProbeRow]:
         """Everything of some places, with the proxies of this checkpoint."""
-        shuffled = self._shuffle(held.places) if self.shuffled else None
+        shuffled = self._shuffled(held.places) if self.shuffled else None
         every = hold_against(held, in_both_ways(_named(fits)), own=True, shuffled=shuffled)
         for at, (place, rows) in enumerate(zip(held.places, every, strict=True)):
             yield from rows
@@ -236,46 +241,42 @@ class _Analysis:
         first = (
             torch.rand(len(self.probed.probe.log_frequency), generator=torch.Generator().manual_seed(self.seed)) < 0.5
         )
-        first = first.to(place.fitted.device)
-        fit_keep = place.fit_keep & first[self.tokens["fit"].ids]
-        keep = place.keep & ~first[self.tokens["test"].ids]
-        other = replace(place, fitted=self.probed.proxy_states[place.site][fit_keep], fit_keep=fit_keep, keep=keep)
-        yield from hold_against(self.hold([other]), in_both_ways(_named(self.fit([other]), ";split=types")))[0]
+        first = first.to(place.keep.device)
+        fit_rows = place.fit_rows[first[self.tokens["fit"].ids[place.fit_rows]]]
+        other = replace(place, fit_rows=fit_rows, keep=place.keep & ~first[self.tokens["test"].ids])
+        candidates = in_both_ways(_named(self.fit([other]), ";split=types"))
+        yield from hold_against(self.hold([other]), candidates)[0]
 
     def of_modules(self) -> Iterator[ProbeRow]:
         """Gradients of linear modules and of embedding rows, where they are asked for; the proxy is of their inputs."""
         if not self.linears and not self.embedding:
             return
         probed = self.probed
-        fit, test = (
-            capture_gradients(
-                probed.model,
-                windows,
-                (),
-                linears=self.linears,
-                embedding=self.embedding,
-                seed=probed.mask_seed(half),
-                batch_size=probed.batch_size,
-            )
-            for half, windows in (("fit", probed.probe.fit), ("test", probed.probe.test))
-        )
-        for path, here in test.linears.items():
-            fitted = fit.linears[path].values
-            fit_keep, keep = (torch.ones_like(one.tokens.special) for one in (fit, test))
-            place = Place(
-                site=Site(name=path), population="all", fitted=fitted, here=here, keep=keep, fit_keep=fit_keep
-            )
-            held = Held(probed, self.metrics, [place], ("linear",))
-            yield from hold_against(held, in_both_ways(_named(self.fit([place]))))[0]
+        test = probed.gradients_of("test", linears=self.linears, embedding=self.embedding)
+        fit = probed.gradients_of("fit", linears=self.linears) if self.linears else test
+        for path in test.linears:
+            yield from self._of_module(path, fit, test)
         if test.embedding is not None:
             yield from self._embedding(test.embedding.read, test.embedding.types, EMBEDDED[0])
             if test.embedding.predicted is not None:
                 yield from self._embedding(test.embedding.predicted, test.embedding.types, EMBEDDED[1])
 
+    def _of_module(self, path: str, fit: ProbeGradients, test: ProbeGradients) -> Iterator[ProbeRow]:
+        place = Place(
+            site=Site(name=path),
+            population="all",
+            read_fitted=lambda: fit.linears[path].values,
+            read_here=lambda: test.linears[path],
+            keep=torch.ones_like(test.tokens.special),
+            fit_rows=torch.arange(len(fit.windows), device=fit.windows.device),
+        )
+        candidates = in_both_ways(_named(self.fit([place])))
+        yield from hold_against(Held(self.probed, self.metrics, [place], ("linear",)), candidates)[0]
+
     def _embedding(self, rows: Float[Tensor, "v d"], types: Int[Tensor, " v"], name: str) -> Iterator[ProbeRow]:
         """Gradient rows of the input embedding against the states at `embed`, of the output one at `final_norm`."""
         for site in self.probed.sites:
-            if site.name != name or self.probed.proxy_states[site].shape[1] != rows.shape[1]:
+            if site.name != name or self.probed.proxy_states.width(site) != rows.shape[1]:
                 continue
             (candidates,) = in_both_ways(_named(self._fit([self.probed.proxy_states[site]])))
             candidates = [one for one in candidates if one[1].rank > 0]

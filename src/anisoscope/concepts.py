@@ -21,7 +21,9 @@ from anisoscope.metrics import Metric, all_metrics
 from anisoscope.metrics.concepts import ConceptSet
 from anisoscope.probed import Probed, ProbeRow
 from anisoscope.records import Site
+from anisoscope.scratch import return_free_memory
 from anisoscope.tangent.concepts import (
+    centred_product,
     describe_concepts,
     energy_shares,
     fit_concepts,
@@ -79,8 +81,8 @@ def concept_rows(
     for site in probed.sites if asked else ():
         for number, population in enumerate(probed.spec.populations or asked[0].populations):
             index, found = _at(probed, site, population)
-            states = probed.fit_states[site]
-            place = {"site": site, "population": population, "points": len(index), "dim": states.shape[1]}
+            dim = probed.fit_states.width(site)
+            place = {"site": site, "population": population, "points": len(index), "dim": dim}
             rows += rows_of_concepts(found, asked, place)
             if found is not None and number == 0:
                 attachments |= _attach(found, index.cpu().numpy(), site, probed, decode)
@@ -88,8 +90,9 @@ def concept_rows(
 
 
 def _at(probed: Probed, site: Site, population: str) -> tuple[Int[Tensor, " n"], Found | None]:
-    states, shown = probed.fit_states[site], probed.gradients
-    here, seed = shown.sites[site], probed.spec.seed
+    shown, seed = probed.gradients, probed.spec.seed
+    states, here = probed.fit_states[site], shown.sites[site]
+    return_free_memory(states.device)
     tokens = probed.fit_tokens(states.device)
     index = _some(probed.members(population, states, tokens), seed)
     kept = probed.members(population, here.values, shown.tokens)
@@ -104,7 +107,10 @@ def _at(probed: Probed, site: Site, population: str) -> tuple[Int[Tensor, " n"],
         gradients=here.gradients[kept],
         documents=shown.tokens.documents[kept],
     )
-    return index, find_concepts(states[index], test, rank, seed=seed, types=tokens.ids[index])
+    fitted = states[index]
+    # Of all tokens; what is needed of them is copied.
+    del here, states
+    return index, find_concepts(fitted, test, rank, seed=seed, types=tokens.ids[index])
 
 
 def _some(index: Int[Tensor, " n"], seed: int) -> Int[Tensor, " m"]:
@@ -124,10 +130,11 @@ def find_concepts(
     coded = replace(fit, codes=sparse_codes(fitted, fit.directions))
     table = describe_concepts(coded, fitted, refits=refits, halves=[(fit.directions, again)], types=types)
     directions = torch.from_numpy(table.directions).to(states.device).double()
-    gradients, coupled = test.gradients.double(), test.coupled_states.double()
-    virtual = (gradients - gradients.mean(0)).T @ (coupled - coupled.mean(0))
+    virtual = centred_product(test.gradients, test.coupled_states)
     table = replace(
-        table, gradient_share=energy_shares(gradients, directions), coupled_share=energy_shares(virtual, directions)
+        table,
+        gradient_share=energy_shares(test.gradients, directions),
+        coupled_share=energy_shares(virtual, directions),
     )
     chance = _chance(tested, rank, table.directions, seed)
     energy = uncoupled_alignment(test.gradients, _span(fitted, directions), documents=test.documents, seed=seed)

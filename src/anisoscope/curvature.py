@@ -38,13 +38,10 @@ def curvature_rows(probed: Probed, names: Collection[str]) -> Iterator[ProbeRow]
     """Every metric of curvature among `names`, at every site."""
     asked = [item for item in all_metrics().values() if item.needs in VIEWS and item.name in names]
     for site in probed.sites if asked else ():
-        states = probed.fit_states[site]
-        tokens = probed.fit_tokens(states.device)
         for population in probed.spec.populations or asked[0].populations:
-            index = probed.members(population, states, tokens)
-            types = tokens.ids[index]
+            states, types = probed.fit_cloud(site, population)
             yield from rows_of_surface(
-                states[index],
+                states,
                 types,
                 probed.log_frequency(types).exp(),
                 asked,
@@ -53,6 +50,8 @@ def curvature_rows(probed: Probed, names: Collection[str]) -> Iterator[ProbeRow]
                 rank=probed.spec.curvature_rank,
                 seed=probed.spec.seed,
             )
+            # Before the next ones are read.
+            del states
 
 
 def rows_of_surface(

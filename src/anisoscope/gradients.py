@@ -17,6 +17,7 @@ from anisoscope.cloud import Tokens
 from anisoscope.errors import LayoutError, ModelError, SpecError
 from anisoscope.models import Model
 from anisoscope.norms import Norm, read_norms
+from anisoscope.passes import PassSize
 from anisoscope.records import FINAL_NORM_SITES, Site
 from anisoscope.taps import Key, Tap, find_linears, path_of, run_apart, tapped, widen
 from anisoscope.text import Windows
@@ -76,8 +77,8 @@ class ProbeGradients:
     read: Int[Tensor, " n"]
     """The ids that the model was given: a masked token's is the mask."""
     predicted: int
-    sites: dict[Site, Coupled]
-    linears: dict[str, Coupled]
+    sites: Mapping[Site, Coupled]
+    linears: Mapping[str, Coupled]
     embedding: EmbeddingGradients | None
 
 
@@ -91,7 +92,7 @@ def capture_gradients(
     linears: Iterable[str] = (),
     embedding: bool = False,
     seed: int = 0,
-    batch_size: int | None = None,
+    batch_size: int | PassSize | None = None,
     device: torch.device | str | None = None,
     upcast: bool = True,
     into: Into | None = None,
@@ -102,17 +103,16 @@ def capture_gradients(
 
     `linears` are paths of linear modules, or globs over them; `embedding` asks for the gradients of embedding rows.
     `seed` draws the positions at which a masked language model's tokens are masked, the same in every window.
-    `batch_size` windows go through at a time; the numbers do not depend on it.
+    `batch_size` windows go through at a time, and fewer once memory runs out; the numbers do not depend on it.
     `upcast` runs bfloat16 and float16 weights in float32, from a copy; without it the passes round as the model does,
     and only the loss and what is kept are float32.
     Matrices are kept on `device` (by default the model's). `into` is handed each place of each pass instead, with its
-    windows and its values and gradients (b, t, width), and must copy what it keeps.
+    windows and its values and gradients (b, t, width), and must copy what it keeps; where memory runs out in a pass,
+    it is handed the same windows again.
     `shuffle` is a seed that deals the targets anew among all positions that have one.
     """
     count, length = windows.token_ids.shape
-    size = windows_per_pass(model, length, _PASS_TOKENS, gradients=True) if batch_size is None else batch_size
-    if size < 1:
-        raise SpecError(f"batch_size is at least 1; came {size}")
+    pass_size = batch_size if isinstance(batch_size, PassSize) else PassSize(batch_size)
     ids = torch.from_numpy(windows.token_ids)
     read, predicting = read_for_loss(model, windows, seed)
     targets = ids.roll(-1, 1) if model.head == "causal" else ids.clone()
@@ -129,10 +129,13 @@ def capture_gradients(
         for room, one in zip(kept[place], (values, gradients), strict=True):
             room[part] = one
 
+    def pass_over(part: slice) -> None:
+        losses.append(probe.run(part, read[part], targets[part], predicting[part], into or keep))
+
     def run() -> None:
-        for start in range(0, count, size):
-            part = slice(start, min(start + size, count))
-            losses.append(probe.run(part, read[part], targets[part], predicting[part], into or keep))
+        default = windows_per_pass(model, length, _PASS_TOKENS, gradients=True)
+        what = "forward and backward pass"
+        pass_size.run(pass_over, stop=count, default=default, seq_len=length, what=what)
 
     run_apart(model.module, run, upcast=upcast)
     where = torch.device(device) if device else losses[0].device
@@ -289,6 +292,7 @@ class _Probe:
     def _add_rows(self, taps: dict[Key, Tap], gradients: dict[Key, Tensor]) -> None:
         """Both parts of the gradient at the rows of the types that were read, in this pass."""
         assert self.types is not None
+        sums = dict(self.rows)
         for (path, before, call), tap in taps.items():
             gradient = gradients[path, before, call]
             types = self.types.to(gradient.device)
@@ -303,7 +307,9 @@ class _Probe:
                 rows = gradient.flatten(0, -2)[:, types].T @ widen(tap.given.flatten(0, -2))
             else:
                 continue
-            self.rows[path] = rows + self.rows[path] if path in self.rows else rows
+            sums[path] = rows + sums[path] if path in sums else rows
+        # At once: a pass in which memory runs out is made again.
+        self.rows = sums
 
     def embedding_gradients(self, device: torch.device) -> EmbeddingGradients | None:
         """Over all passes."""

@@ -1,23 +1,23 @@
 """The gradients of places held against proxies: rows for energies, shares, bins of frequency, turns."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from anisoscope.gradients import Coupled
 from anisoscope.kernels.leading import leading_values
-from anisoscope.kernels.queues import aside, mark_aside, rejoin
 from anisoscope.metrics import Metric
 from anisoscope.metrics.alignment import Enrichment, Removed, Trend, Turned
 from anisoscope.probed import Probed, ProbeRow
 from anisoscope.records import Site
 from anisoscope.tangent.anisotropy import AnisotropyShare, Leading, Removal, find_leading
+from anisoscope.tangent.clouds import stack_clouds
 from anisoscope.tangent.controls import PAPER_DRAWS, second_moments
 from anisoscope.tangent.dynamics import random_distance, turn_between
 from anisoscope.tangent.energies import (
@@ -42,16 +42,31 @@ Candidate = tuple[str, Proxy, str]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Place:
-    """States to fit on, and states with their gradients to test on, at one site and in one population."""
+    """States to fit on, and states with their gradients to test on, at one site and in one population.
+
+    `fitted` and `here` are read anew each time: hold on to them only while they are in use.
+    """
 
     site: Site
     population: str
-    fitted: Float[Tensor, "m d"]
-    here: Coupled
+    read_fitted: Callable[[], Float[Tensor, "_ d"]]
+    """States of the fit half, of all tokens,"""
+    read_here: Callable[[], Coupled]
+    """and states of the test half with their gradients."""
     keep: Bool[Tensor, " n"]
     """Tokens of the test half that are in the population,"""
-    fit_keep: Bool[Tensor, " n"]
-    """and those of the other half, whose states are the fitted ones."""
+    fit_rows: Int[Tensor, " m"]
+    """and those of the other half."""
+
+    @property
+    def fitted(self) -> Float[Tensor, "m d"]:
+        """States of the fit half, of the tokens in the population."""
+        return self.read_fitted()[self.fit_rows]
+
+    @property
+    def here(self) -> Coupled:
+        """States and gradients of the test half, of all tokens."""
+        return self.read_here()
 
 
 class Held:
@@ -61,7 +76,7 @@ class Held:
         self, probed: Probed, metrics: Mapping[str, Metric], places: Sequence[Place], gradients: Sequence[str]
     ) -> None:
         self.probed, self.places, self.seed = probed, places, probed.spec.seed
-        self.metrics, self.shown, self.dim = metrics, probed.gradients, places[0].here.values.shape[1]
+        self.metrics, self.shown = metrics, probed.gradients
         self.gradients, self.zeta = tuple(gradients), probed.spec.isoscore_zeta
         self.share_controls = "shares" in probed.spec.controls
         self.keep = torch.stack([place.keep for place in places])
@@ -71,12 +86,13 @@ class Held:
         self.excluded = [self.kept.shape[1] - mine for mine in self.points]
         self.pairing, self.rows = None, None
         self.leading: Leading | None = None
-        self.begun: torch.cuda.Event | None = None
-        here = torch.stack([place.here.gradients for place in places])
+        pairs = [place.here for place in places]
+        self.dim = pairs[0].values.shape[1]
+        here = stack_clouds([pair.gradients for pair in pairs])
         if "activation" in self.gradients:
             self.rows = torch.where(self.keep[..., None], here, 0)
         if set(self.gradients) - {"activation"}:
-            values = torch.stack([place.here.values for place in places])
+            values = stack_clouds([pair.values for pair in pairs])
             self.pairing = pair_each(
                 values,
                 here,
@@ -85,26 +101,6 @@ class Held:
                 documents=self.shown.tokens.documents,
                 seed=self.seed,
             )
-
-    def begin(self) -> None:
-        """Give a GPU what needs no proxy: it is done before there is one."""
-        with aside(self.keep.device):
-            if self.pairing is not None:
-                self.pairing.begin()
-            if self.gradients:
-                _ = self.moments
-        self.begun = mark_aside(self.keep.device)
-
-    def look_ahead(self, *, own: bool) -> None:
-        """What needs no proxy, but the host: after `begin`, and while a GPU is at work on proxies.
-
-        More of it where the places' own proxies are to follow.
-        """
-        rejoin(self.keep.device, self.begun)
-        if own and self.of_frequency:
-            _ = self.dealt
-        if own and self.of_removal and not isinstance(self.probed.spec.rank, str):
-            self.leading_of(min(self.probed.spec.rank, self.dim // 2))
 
     @property
     def of_frequency(self) -> bool:
@@ -258,7 +254,7 @@ class Held:
     def local(self, at: int) -> Iterator[ProbeRow]:
         """Each token's gradient in its own tangent space, against those of other windows."""
         place = self.places[at]
-        asked = rank_within(self.probed.spec.rank, place.fitted.shape[1])
+        asked = rank_within(self.probed.spec.rank, self.dim)
         rank = LOCAL_RANK if isinstance(asked, str) else min(LOCAL_RANK, asked)
         proxy, here = fit_local(place.fitted, rank=rank), place.here
         yield from enrichment_rows(

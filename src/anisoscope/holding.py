@@ -4,7 +4,6 @@ import itertools
 import math
 from collections.abc import Sequence
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -19,6 +18,7 @@ from anisoscope.held import (
 from anisoscope.kernels.queues import aside, rejoin
 from anisoscope.probed import ProbeRow
 from anisoscope.tangent.anisotropy import LED_DRAWS, AnisotropyShare, Leading, anisotropy_shares
+from anisoscope.tangent.clouds import stack_clouds
 from anisoscope.tangent.controls import RandomSpaces
 from anisoscope.tangent.energies import coupled_alignments, spaces_beside, uncoupled_alignments
 from anisoscope.tangent.frequency import squares_by_frequency
@@ -27,7 +27,11 @@ from anisoscope.tangent.share_controls import ShareControls, permuted_shares, un
 
 
 def hold_against(
-    held: Held, candidates: Sequence[Sequence[Candidate]], *, own: bool = False, shuffled: Held | None = None
+    held: Held,
+    candidates: Sequence[Sequence[Candidate]],
+    *,
+    own: bool = False,
+    shuffled: Held | None = None,
 ) -> list[list[ProbeRow]]:
     """Rows of each place for its candidates.
 
@@ -76,7 +80,7 @@ def hold_against(
                 spaces=beside,
                 seed=seed,
                 shuffled=None if shuffled is None else shuffled.rows,
-                states=torch.stack([place.here.values for place in held.places]),
+                states=stack_clouds([place.here.values for place in held.places]),
             )
         for at, (mine, every) in enumerate(zip(usable, found, strict=True)):
             rows[at] += held.enrichment(at, gradient, mine, every, shares[at * len(held.gradients) + number])

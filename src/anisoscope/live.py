@@ -67,6 +67,7 @@ class Scope:
         stop_if: str | Iterable[str] | None = None,
         warn_if: str | Iterable[str] | None = None,
         steps: int | None = None,
+        batch_size: int | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Wrong requests are refused here, or when the Scope is entered; failures during training are recorded.
@@ -75,6 +76,7 @@ class Scope:
         `run` names the training: give the same name when it is resumed, and steps that are stored are not measured
         again. `preset` fills in what the Spec leaves at its defaults; None takes the Spec as it is.
         `budget` is the share of training time that measuring may take, `steps` the number of updates that are planned.
+        `batch_size` is the number of windows in a pass of a measurement; when memory runs out it is halved.
         `stop_if` sets `should_stop` and `warn_if` only warns, as soon as a condition holds.
         Relative paths are those of the working directory at this moment, wherever the process goes later.
         """
@@ -104,6 +106,7 @@ class Scope:
         self._model: Model | None = None
         self._probe: Probe | None = None
         self._clock, self._ledger, self._steps = clock, Ledger(budget, clock), steps
+        self._batch_size = batch_size
         self._seen: int | None = None
         self._tokens: int | None = None
         self._done: int | None = None
@@ -373,6 +376,7 @@ class Scope:
             probe=probe,
             past=self._past_of(spec.step),
             checkpoint=Checkpoint(model=spec.model, revision=spec.revision, step=spec.step, tokens=tokens),
+            batch_size=self._batch_size,
             progress=False,
             forgiving=True,
         )

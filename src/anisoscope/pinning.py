@@ -41,17 +41,14 @@ def pinning_rows(probed: Probed, names: Collection[str]) -> Iterator[ProbeRow]:
     for site in probed.sites if asked else ():
         for population in wanted:
             here = [item for item in asked if probed.spec.populations or population in item.populations]
-            states, types = _members(probed, site, population)
             yield from rows_of_types(
-                states, types, probed.log_frequency, here, site=site, population=population, seed=probed.spec.seed
+                *probed.fit_cloud(site, population),
+                probed.log_frequency,
+                here,
+                site=site,
+                population=population,
+                seed=probed.spec.seed,
             )
-
-
-def _members(probed: Probed, site: Site, population: str) -> tuple[Float[Tensor, "n d"], Int[Tensor, " n"]]:
-    states = probed.fit_states[site]
-    tokens = probed.fit_tokens(states.device)
-    index = probed.members(population, states, tokens)
-    return states[index], tokens.ids[index]
 
 
 def rows_of_types(
@@ -119,8 +116,8 @@ def pinning_attachments(probed: Probed) -> dict[str, np.ndarray]:
     """
     kept: dict[str, np.ndarray] = {}
     for site in probed.sites:
-        states, types = _members(probed, site, FOLLOWED)
-        kept |= attach_centroids(pin_types(states, types, seed=probed.spec.seed), probed.log_frequency, site)
+        pinned = pin_types(*probed.fit_cloud(site, FOLLOWED), seed=probed.spec.seed)
+        kept |= attach_centroids(pinned, probed.log_frequency, site)
     return kept
 
 

@@ -1,7 +1,6 @@
 """One run of the walk: pools of windows through the model into the gauge, and out comes a Unit."""
 
 import contextlib
-import ctypes
 import itertools
 import math
 import platform
@@ -32,12 +31,14 @@ from anisoscope.looks import looks_at
 from anisoscope.metrics import Metric, find_metrics
 from anisoscope.models import Model
 from anisoscope.norms import Norm, read_norms
+from anisoscope.passes import PassSize, out_of_memory
 from anisoscope.past import Past
 from anisoscope.probed import Probed, ProbeRow
 from anisoscope.probes import Probe, draw_probe
 from anisoscope.progress import Advance, show_progress
 from anisoscope.records import FINAL_NORM_SITES, Checkpoint, Estimate, Record, Site, Spec, Unit
 from anisoscope.rooms import Batch, Rooms
+from anisoscope.scratch import return_free_memory
 from anisoscope.text import POOLED_BATCHES, Pool, Windows, plan_pools
 from anisoscope.weights import POPULATION as ROWS
 from anisoscope.weights import WEIGHT_SITES, WeightRecord, weight_records
@@ -89,7 +90,7 @@ class Run:
         self.metrics = [metric for metric in metrics if metric.needs not in apart]
         self.of_probe = [metric.name for metric in metrics if metric.needs in OF_PROBE]
         self.of_attention = [metric.name for metric in metrics if metric.needs in OF_ATTENTION]
-        self.batch_size = batch_size or windows_per_pass(model, spec.seq_len, FORWARD_TOKENS)
+        self.pass_size = PassSize(batch_size)
         self.notes = [*corpus.notes, *windows.notes, *model.notes]
         self.norms: dict[str | None, Norm | str] = {}
         self.sites = self._select_sites()
@@ -141,8 +142,7 @@ class Run:
         with show_progress(self.spec.model, total=work, shown=progress and bool(self.pools)) as advance:
             for pool in self.pools:
                 self._measure_pool(pool, advance)
-                if not self.on_gpu:
-                    _return_free_memory()
+                return_free_memory(torch.device("cuda" if self.on_gpu else "cpu"))
         return self._unit(start)
 
     def _measure_pool(self, pool: Pool, advance: Advance) -> None:
@@ -172,49 +172,30 @@ class Run:
     def _run_model(self, pool: Pool, order: Tensor, advance: Advance) -> Tensor | None:
         """States of every site into the rooms, in the order given; losses (tokens) of a pool, in window order."""
         losses: list[Tensor] = []
-        start, length = pool.start, self.windows.token_ids.shape[1]
+        length = self.windows.token_ids.shape[1]
         place = torch.from_numpy(np.argsort(order.numpy()))
         places: dict[torch.device, Tensor] = {}
-        while start < pool.stop:
-            stop = min(start + self.batch_size, pool.stop)
-            ids = torch.from_numpy(self.windows.token_ids[start:stop])
-            rows = slice((start - pool.start) * length, (stop - pool.start) * length)
 
-            def keep(site: Site, state: Tensor, rows: slice = rows) -> None:
+        def forward(part: slice) -> None:
+            ids = torch.from_numpy(self.windows.token_ids[part])
+            rows = slice((part.start - pool.start) * length, (part.stop - pool.start) * length)
+
+            def keep(site: Site, state: Tensor) -> None:
                 if state.device not in places:
                     places[state.device] = place.to(state.device)
                 self.rooms.keep(site, state, places[state.device][rows])
 
-            try:
-                captured = capture(self.model, ids, self.sites, keep, self.norms)
-                loss = None
-                if self.loss is not None:
-                    seeds = [seed_for(self.spec.seed, window, 2) for window in range(start, stop)]
-                    loss = token_losses(self.model, ids, captured, seeds)
-            except (torch.OutOfMemoryError, RuntimeError) as error:
-                self._halve_batch(error)
-                continue
-            if loss is not None:
-                losses.append(loss.flatten())
-            del captured
-            advance(stop - start)
-            start = stop
-        return torch.cat(losses) if losses else None
+            captured = capture(self.model, ids, self.sites, keep, self.norms)
+            if self.loss is not None:
+                seeds = [seed_for(self.spec.seed, window, 2) for window in range(part.start, part.stop)]
+                loss = token_losses(self.model, ids, captured, seeds)
+                if loss is not None:
+                    losses.append(loss.flatten())
+            advance(part.stop - part.start)
 
-    def _halve_batch(self, error: RuntimeError) -> None:
-        """Go on with half as many windows in a forward pass where memory ran out; other errors are not ours to hide."""
-        full = isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
-        if not full:
-            raise error
-        if self.batch_size == 1:
-            raise ModelError(
-                f"memory ran out at one window of {self.spec.seq_len} tokens: {error}; "
-                "try a smaller --seq-len, --dtype bfloat16 or --device-map auto"
-            ) from error
-        self.batch_size //= 2
-        self.notes.append(f"memory ran out: windows in a forward pass halved to {self.batch_size}")
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        default = windows_per_pass(self.model, self.spec.seq_len, FORWARD_TOKENS)
+        self.pass_size.run(forward, start=pool.start, stop=pool.stop, default=default, seq_len=length)
+        return torch.cat(losses) if losses else None
 
     def _tokens(self, pool: Pool, stack: str | None, hand: np.ndarray) -> Tokens:
         part = slice(pool.start, pool.stop)
@@ -239,6 +220,8 @@ class Run:
         for site, owners in self.gauge.collect_owners(self.rooms).items():
             prefix = f"owners/{site.stack or ''}/{site.name}"
             attachments |= owners.attach(prefix, self._decode, self.corpus.titles)
+        # States of the last pool, which nothing reads any more.
+        self.rooms = Rooms(0, 0)
         weights, attention = list(self._weigh()), list(self._attend())
         probed, kept = self._look_at_probe()
         attachments |= kept
@@ -261,7 +244,7 @@ class Run:
             "text": self._text(),
             "layout": [asdict(part) for part in self.model.layout.stacks],
             "checks": list(self.model.checks),
-            "notes": list(dict.fromkeys(self.notes)),
+            "notes": list(dict.fromkeys([*self.notes, *self.pass_size.notes])),
         }
         if self.failed:
             provenance["failed"] = self.failed
@@ -303,14 +286,16 @@ class Run:
         """What is measured on the halves of the probe."""
         if not self.of_probe:
             return [], {}
-        probed = Probed(model=self.model, probe=self._draw_probe(), sites=self.sites, spec=self.spec)
+        probed = Probed(
+            model=self.model, probe=self._draw_probe(), sites=self.sites, spec=self.spec, pass_size=self.pass_size
+        )
         self.notes += probed.probe.windows.notes
         looks = looks_at(probed, self.of_probe, past=self.past, decode=self._decode)
         rows: list[ProbeRow] = []
         attachments: dict[str, np.ndarray] = {}
         with self.clock("probe"):
             for family, look in looks.items():
-                with self._forgiving(family):
+                with self._forgiving(family), self._out_of_memory(family, probed):
                     found, kept = look()
                     rows += found
                     attachments |= kept
@@ -318,6 +303,19 @@ class Run:
             self._record(row.site, row.population, row.metric, row.answer, row.excluded, **row.columns) for row in rows
         ]
         return records, attachments
+
+    @contextlib.contextmanager
+    def _out_of_memory(self, family: str, probed: Probed) -> Iterator[None]:
+        """Say what to ask less of where memory runs out in an analysis."""
+        try:
+            yield
+        except (RuntimeError, MemoryError) as error:
+            if not out_of_memory(error):
+                raise
+            raise ModelError(
+                f"memory ran out in {family}, measured on {self.spec.tokens:,} tokens of text and one of "
+                f"{len(probed.sites)} sites at a time: {error}; try fewer --tokens, or --device cpu if a GPU was full"
+            ) from error
 
     def _draw_probe(self) -> Probe:
         """The probe, drawn once."""
@@ -415,12 +413,6 @@ class Run:
             seconds=round(self.gauge.seconds[site], 6),
             **columns,
         )
-
-
-def _return_free_memory() -> None:
-    """Hand free heap pages back: glibc keeps the holes that thousands of large arrays leave, and would only grow."""
-    with contextlib.suppress(AttributeError, OSError):
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _version_of(package: str) -> str:

@@ -88,7 +88,8 @@ def measure(
     `model` and `tokenizer` hand in a module of your own (or a `models.Model`); otherwise `spec.model` is loaded.
     `windows` are those of `draw`, where only some of them are to be measured.
     `checkpoint` says where in its training the model stands, where more is known than its name tells.
-    `batch_size` is the number of windows in a forward pass; when memory runs out it is halved, and the unit says so.
+    `batch_size` is the number of windows in a pass through the model, forward or backward too; when memory runs out it
+    is halved, and the unit says so.
     `forgiving`: a metric that raises gives NaN, with the error as its note, instead of ending the walk.
     `probe` is that of `draw_probe`, where it is known already; `past` holds tangent proxies of earlier checkpoints.
     """

@@ -34,26 +34,11 @@ def aside(device: torch.device) -> Iterator[None]:
         yield
 
 
-def mark_aside(device: torch.device) -> torch.cuda.Event | None:
-    """A mark behind all that the second queue was given so far."""
+def rejoin(device: torch.device) -> None:
+    """What follows comes after all that the second queue was given."""
     second = _second(device)
-    if second is None:
-        return None
-    mark = torch.cuda.Event()
-    mark.record(second)
-    return mark
-
-
-def rejoin(device: torch.device, mark: torch.cuda.Event | None = None) -> None:
-    """What follows comes after all that the second queue was given; where there is a mark, up to it."""
-    second = _second(device)
-    if second is None:
-        return
-    queue = torch.cuda.current_stream(device)
-    if mark is None:
-        queue.wait_stream(second)
-    else:
-        queue.wait_event(mark)
+    if second is not None:
+        torch.cuda.current_stream(device).wait_stream(second)
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from anisoscope.errors import SpecError, StatesError
 from anisoscope.kernels import has_triton
-from anisoscope.kernels.gram import for_products, power_of_two, squared_norms, working_dtype
+from anisoscope.kernels.gram import for_products, limit_on, power_of_two, squared_norms, working_dtype
 
 # m / r, and products with AᵀA that turn random vectors towards Q. The error is within 2e-5 of that without compression
 # on spectra that decay like 1/k and within 3e-4 on isotropic clouds, where half the passes leave 2e-3.
@@ -35,6 +35,8 @@ CHECK_EVERY = 10
 # dependent multiply the error that it leaves, and at last run into the limit of steps.
 ENCODE_TOLERANCE = 1e-8
 ENCODE_STEPS = 20_000
+# Numbers of residuals that are held at one time where only their norms are wanted.
+RESIDUAL_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 28}
 # Far below the square of any code or length.
 SMALLEST = 1e-250
 # What iterations change of a `Run`.
@@ -382,4 +384,7 @@ def _residuals(codes: Tensor, directions: Tensor, points: Tensor) -> Float[Tenso
 
 def _squared_errors(codes: Tensor, directions: Tensor, points: Tensor) -> Float[Tensor, " s"]:
     """‖A - ZD‖² itself: ‖A‖² - ⟨D, ZᵀA⟩ costs less and loses all digits where the fit is close."""
-    return torch.linalg.vector_norm(_residuals(codes, directions, points), dim=2).double().square().sum(1)
+    step = max(1, limit_on(RESIDUAL_ELEMENTS, points) // (len(points) * points.shape[2]))
+    rows = zip(codes.split(step, 2), points.split(step, 1), strict=True)
+    norms = [torch.linalg.vector_norm(_residuals(some, directions, here), dim=2) for some, here in rows]
+    return torch.cat(norms, 1).double().square().sum(1)

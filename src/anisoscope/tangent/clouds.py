@@ -30,6 +30,11 @@ class Clouds:
     """√Σ‖x - x̄‖², float64; 0 where the points are all equal. √Σ‖x‖² where they were not centred."""
 
 
+def stack_clouds(clouds: Sequence[Float[Tensor, "n d"]]) -> Float[Tensor, "s n d"]:
+    """Clouds of one size in one stack; one by itself is not copied."""
+    return torch.stack(list(clouds)) if len(clouds) > 1 else clouds[0][None]
+
+
 def pad_clouds(clouds: Sequence[Float[Tensor, "_ d"]]) -> tuple[Float[Tensor, "s n d"], Bool[Tensor, "s n"]]:
     """Clouds of one width in one stack, and which of its rows are theirs."""
     stacked = pad_sequence(list(clouds), batch_first=True) if len(clouds) > 1 else clouds[0][None]
@@ -42,7 +47,7 @@ def center_clouds(points: Float[Tensor, "s n d"], keep: Bool[Tensor, "s n"], *, 
     kept = keep[..., None]
     raw = torch.where(kept, points, 0).to(working_dtype(points.dtype))
     weights = (keep.double() / keep.sum(1, keepdim=True)).to(raw)[:, None]
-    largest = raw.abs().amax((1, 2)).double()
+    largest = _largest(raw)
     low, high = _ends(raw[:, :FIRST_ROWS], kept[:, :FIRST_ROWS])
     least, most, suspects = torch.stack([largest.amin(), largest.amax(), (low >= high).any().double()]).tolist()
     if not math.isfinite(most):
@@ -58,20 +63,26 @@ def center_clouds(points: Float[Tensor, "s n d"], keep: Bool[Tensor, "s n"], *, 
         mean = torch.where(low == high, low, mean)
     mean, around = mean.double(), raw
     if centred:
-        around = (raw - mean.to(raw)).mul_(kept)
-        rest, widest = weights @ around, around.abs().amax((1, 2)).double()
+        # `raw` is a copy already.
+        around = raw.sub_(mean.to(raw)).mul_(kept)
+        rest, widest = weights @ around, _largest(around)
         left = rest[:, 0].double().norm(dim=1) > MEAN_LEFT * _size(around) / keep.sum(1).sqrt()
         least, most, again = torch.stack([widest.amin(), widest.amax(), left.any().double()]).tolist()
         if again or not SAFE_RANGE[0] <= least <= most <= SAFE_RANGE[1]:
             # A common offset sets the first scale; the variation may be many orders below it.
             second = power_of_two(widest)
-            around = around / second.to(raw.dtype)[:, None, None]
+            around = around.div_(second.to(raw.dtype)[:, None, None])
             rest = weights @ around
-            around = (around - rest).mul_(kept)
+            around = around.sub_(rest).mul_(kept)
             mean, scale = mean / second[:, None, None] + rest, scale * second
     size = _size(around)
-    unit = around / torch.where(size > 0, size, 1).to(around.dtype)[:, None, None]
+    unit = around.div_(torch.where(size > 0, size, 1).to(around.dtype)[:, None, None])
     return Clouds(points=for_products(unit), mean=mean[:, 0] * scale[:, None], size=size * scale)
+
+
+def _largest(points: Float[Tensor, "s n d"]) -> Float[Tensor, " s"]:
+    """Largest absolute value of each, in float64, without a copy of the absolute values."""
+    return torch.maximum(points.amax((1, 2)), -points.amin((1, 2))).double()
 
 
 def _ends(rows: Float[Tensor, "s n d"], kept: Bool[Tensor, "s n 1"]) -> tuple[Tensor, Tensor]:

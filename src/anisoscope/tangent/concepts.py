@@ -25,6 +25,8 @@ SHARPENING_STEPS, CODE_STEPS, LAST_CODE_STEPS, SPARSE_CODE_STEPS = 100, 10, 300,
 # Directions that turn less than this in a step, as 1 - cosine, have settled: half a degree in twenty.
 SETTLED = 1e-7
 LISTED_TOKENS = 10
+# Rows of gradients and states that are in float64 at one time.
+EXACT_ROWS = 4096
 
 
 def fit_concepts(states: Float[Tensor, "n d"], rank: int, *, seed: int) -> SemiNMF:
@@ -132,11 +134,8 @@ def describe_concepts(
     centred = states.double() - states.double().mean(0)
     plain = coupled = unknown
     if gradients is not None:
-        given = gradients.double()
-        plain, coupled = (
-            energy_shares(given, directions),
-            energy_shares((given - given.mean(0)).T @ centred, directions),
-        )
+        plain = energy_shares(gradients, directions)
+        coupled = energy_shares(centred_product(gradients, states), directions)
     tokens, strengths = top_tokens(codes, listed, types)
     numbers = _numbers(directions)
     return Concepts(
@@ -158,8 +157,23 @@ def _numbers(directions: Tensor) -> np.ndarray:
 
 
 def energy_shares(matrix: Float[Tensor, "n d"], directions: Float[Tensor, "r d"]) -> np.ndarray:
-    """‖Md‖² / ‖M‖² of each direction; NaN for a matrix of zeros."""
-    return ((matrix @ directions.T).square().sum(0) / matrix.square().sum()).cpu().numpy()
+    """‖Md‖² / ‖M‖² of each direction; NaN for a matrix of zeros. Some rows at a time are in float64."""
+    axes = directions.double().T
+    inside, whole = axes.new_zeros(axes.shape[1]), axes.new_zeros(())
+    for rows in matrix.split(EXACT_ROWS):
+        exact = rows.double()
+        inside, whole = inside + (exact @ axes).square().sum(0), whole + exact.square().sum()
+    return (inside / whole).cpu().numpy()
+
+
+def centred_product(one: Float[Tensor, "n e"], other: Float[Tensor, "n d"]) -> Float[Tensor, "e d"]:
+    """Σ (a - ā)(h - h̄)ᵀ in float64, with some rows at a time in it."""
+    means = [rows.mean(0, dtype=torch.float64) for rows in (one, other)]
+    total = means[0].new_zeros(one.shape[1], other.shape[1])
+    for rows in zip(one.split(EXACT_ROWS), other.split(EXACT_ROWS), strict=True):
+        first, second = (some.double() - mean for some, mean in zip(rows, means, strict=True))
+        total += first.T @ second
+    return total
 
 
 def hoyer_sparsity(codes: Float[Tensor, "n r"]) -> np.ndarray:

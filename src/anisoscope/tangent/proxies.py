@@ -6,7 +6,7 @@ they are, semi-NMF and the uncentred SVD share one span, and one of its directio
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 from anisoscope.errors import SpecError, StatesError
 from anisoscope.kernels.gram import center, for_products, working_dtype
 from anisoscope.kernels.leading import SPARE_AXES, leading_axes
-from anisoscope.kernels.queues import mark_aside, rejoin
+from anisoscope.kernels.queues import rejoin
 from anisoscope.kernels.seminmf import BASIS_WIDTH
 from anisoscope.tangent.clouds import center_clouds, pad_clouds
 from anisoscope.tangent.cones import Cones, start_cones
@@ -164,11 +164,10 @@ def fit_each(
     concepts: int | None = None,
     seed: int = 0,
     last: bool = False,
-    meanwhile: Callable[[], None] = lambda: None,
 ) -> list[dict[str, Proxy]]:
     """The same for several places, each with its states, and by several methods: what they share is made once.
 
-    Places of one width are fitted side by side. `meanwhile` is what the host can do while a GPU is at work on cones.
+    Places of one width are fitted side by side.
     """
     for method in methods:
         check_setting("proxy", method)
@@ -187,12 +186,10 @@ def fit_each(
             one: _plan(some, [ranks[place] for place in here], one, most) for one in dict.fromkeys(around.values())
         }
         cones = plans[around["seminmf"]].start_cones(concepts, seed) if "seminmf" in methods else []
-        mark = mark_aside(device)
-        meanwhile()
         for method in methods:
             plan = plans[around[method]]
             if method == "seminmf":
-                rejoin(device, mark)
+                rejoin(device)
                 fitted = {place: basis for one in cones for place, basis in zip(one.places, one.bases(), strict=True)}
                 bases = [fitted[place] for place in range(len(here))]
                 others = _others(plan.spread, bases, last)

@@ -91,7 +91,9 @@ def turned_gradients(
     states = values[:, first].flatten(2)
     real, imaginary = ((wave @ states).view(several, -1, length, rank) for wave in (cosines, sines))
     # (a + ib)(c - id) = (ac + bd) + i(bc - ad), with both parts of a factor along one axis.
+    del states
     ahead, aside = torch.cat([real, imaginary], 2), torch.cat([-imaginary, real], 2)
+    del real, imaginary
     back = (weights * cosines).T.contiguous(), (weights * sines).T.contiguous()
     for some in columns_of(gradients, 3 * several * count * rank * len(rings)):
         # Window, ring and column, place in the window.

@@ -153,12 +153,6 @@ class Pairing:
     def _by_tokens(self) -> tuple[Float[Tensor, "s m"], Float[Tensor, "s w w"]]:
         return squares_by_tokens(self.gradients, self.values, self.permutations)
 
-    def begin(self) -> None:
-        """Compute what every subspace will need, where that is known before they are."""
-        if self._few_tokens:
-            _ = self._by_tokens
-            _ = self.directions._by_tokens
-
     @property
     def _few_tokens(self) -> bool:
         """Whether products of tokens need fewer multiplications than products of frequencies."""
@@ -324,8 +318,8 @@ def pair_each(
             chosen, note = None, f"{note}; no token of the population is in these, and there is no permuted null"
     dtype = torch.promote_types(values.dtype, gradients.dtype)
     both = [values.to(dtype), gradients.to(dtype)]
-    if values.shape == gradients.shape:
-        # In one stack: a GPU hardly needs longer for it than for one of them.
+    if values.shape == gradients.shape and values.is_cuda:
+        # In one stack: a GPU hardly needs longer for it than for one of them. A CPU would need the memory of both.
         clouds = center_clouds(torch.cat(both), keep.repeat(2, 1))
         points, (mean, size) = list(clouds.points.chunk(2)), (one.chunk(2)[1] for one in (clouds.mean, clouds.size))
     else:
