@@ -130,7 +130,7 @@ def _watcher(
     recipe: Recipe,
     output: Path,
     preset: str,
-    metrics: tuple[str, ...],
+    metrics: tuple[str | tuple[str, int], ...],
     steps: int,
     budget: float,
     stop_if: list[str] | None,
