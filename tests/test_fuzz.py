@@ -171,6 +171,15 @@ def test_no_command_line_surprises_at_length(
         run([word.replace("{}", str(place)) if "{}/" in word else word for word in words])
 
 
+@pytest.mark.parametrize("text", ["", "{}", "null", "[]", '{"protocol": "x"}', "[" * 9000])
+def test_a_malformed_note_of_a_reproduction_is_named(text: str, place: Path, tmp_path: Path) -> None:
+    shutil.copytree(place / "run", tmp_path / "run")
+    (tmp_path / "run" / "reproduction.json").write_text(text)
+    done = CliRunner().invoke(app, ["cite", str(tmp_path / "run")])
+    assert done.exit_code in (1, 2)
+    assert "reproduction.json does not name a protocol" in done.stderr or "unknown protocol 'x'" in done.stderr
+
+
 @pytest.mark.parametrize(
     "words", [["measure", "--config", "/dev/zero"], ["cite", "pipe"], ["claims", "\udce9"], ["export", "x" * 5000]]
 )

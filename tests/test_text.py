@@ -692,3 +692,9 @@ def test_memory_does_not_grow_with_the_size_of_a_text_file(kind: str, tmp_path: 
         peaks.append(int(done.stdout))
     path.unlink()
     assert peaks[1] < 1.2 * peaks[0]
+
+
+@pytest.mark.parametrize("name", ["", "heldout:", "heldout: "])
+def test_an_empty_name_is_not_the_current_folder(name: str) -> None:
+    with pytest.raises(CorpusError, match="the name of the corpus is empty"):
+        load_corpus(name)

@@ -17,6 +17,7 @@ import pyarrow.compute as pc
 
 from anisoscope import __version__
 from anisoscope.errors import SpecError, StoreError
+from anisoscope.inputs import read_text
 from anisoscope.protocols import load_protocol
 from anisoscope.store import Store
 
@@ -112,7 +113,12 @@ def _is_ours(model: str) -> bool:
 
 def _protocol_of(store: Store) -> str | None:
     path = store.folder / REPRODUCTION
-    return json.loads(path.read_text("utf-8"))["protocol"] if path.is_file() else None
+    if not path.exists():
+        return None
+    try:
+        return str(json.loads(read_text(path, at_most=1 << 20, error=StoreError))["protocol"])
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise StoreError(f"{path} does not name a protocol ({error!r}); delete it, or run `reproduce` again") from error
 
 
 @functools.cache

@@ -72,6 +72,8 @@ def load_corpus(name: str) -> Corpus:
     unpacked, each line of a `.jsonl` file is a document with a `text` field, and every other file is one document.
     `heldout:NAME` is the part of a corpus that the lab never trains on.
     """
+    if not name.strip():
+        raise CorpusError("the name of the corpus is empty; name pydoc, a file or a folder")
     path = Path(name)
     if name.startswith("heldout:"):
         return split_held_out(load_corpus(name.removeprefix("heldout:")))[1]

@@ -136,7 +136,7 @@ RULES: Mapping[str, Rule] = {
     "step": whole(0, 10**12, 1000).or_none(),
     "corpus": Rule(wanted="the name of a corpus, file or folder, in UTF-8", accepts=_is_text, example="pydoc"),
     "corpus_hash": _TEXT.or_none(),
-    "tokens": whole(1, 10**12, 65536),
+    "tokens": whole(1, _MANY, 65536),
     "seq_len": whole(1, 2**24, 512),
     "special_tokens": Rule(wanted="true or false", accepts=lambda value: isinstance(value, bool), example=True),
     "batch_points": whole(2, _MANY, 4096),

@@ -174,10 +174,9 @@ def read_column(path: Any, column: str | None = None) -> dict[tuple[str, int], f
     except csv.Error as error:
         raise SpecError(f"{path} is not a CSV file: {error}") from error
     if not rows or not {"model", "step"} <= rows[0].keys():
-        raise SpecError(
-            f"{path} wants the columns model, step and a value; it has {', '.join(rows[0]) if rows else 'none'}"
-        )
-    others: Sequence[str] = [name for name in rows[0] if name not in ("model", "step")]
+        there = ", ".join(filter(None, rows[0])) if rows else "none"
+        raise SpecError(f"{path} wants the columns model, step and a value; it has {there}")
+    others: Sequence[str] = [name for name in rows[0] if name and name not in ("model", "step")]
     chosen = column or (others[0] if len(others) == 1 else None)
     if chosen not in others:
         raise SpecError(f"{path}: name one of its columns: {', '.join(others)}")

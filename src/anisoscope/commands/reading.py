@@ -87,6 +87,8 @@ def claims(
         from anisoscope.conditions import parse, place_of
         from anisoscope.listings import print_correlations, print_verdicts
 
+        if against is not None and not correlate:
+            raise SpecError("--against goes with --correlate METRIC[SITE], which names what is compared with the file")
         gates = [parse(text) for text in fail_if or []]
         table = pa.concat_tables([open_run(run).table() for run in runs])
         verdicts = judge(table, seed=seed)
