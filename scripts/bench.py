@@ -48,8 +48,12 @@ DEVICE = "cuda"
 ROUNDS, SECONDS = 15, 15.0
 # A ratio is worse when it moved by more than this many interquartile ranges (of either run) and this share.
 SPREADS, SHARE = 3.0, 0.1
+# What is measured by itself and not as a ratio.
+ABSOLUTE = ("exponent", "seconds", "MiB")
 # Errors up to this one count as none.
 ERROR = 1e-5
+# MiB that any use of a store of 20,000 results may take.
+LARGE_STORE_MEMORY = 3072.0
 
 
 # What is measured: every call into the package stands here.
@@ -211,7 +215,7 @@ class Result:
     better: str
     """`higher` (theirs / ours) or `lower` (ours / theirs)."""
     by: str
-    """`cpu`, `wall`, `bytes` or `exponent`."""
+    """`cpu`, `wall` or `bytes` of both sides; one of ABSOLUTE where there is no other side."""
     median: float = math.nan
     """NaN where the other side failed: the remark says how."""
     spread: float = math.nan
@@ -576,6 +580,49 @@ def race_memory(peers: Peers | None, quick: bool) -> Iterator[Result]:
     yield Result(**named, median=long["peak"] / short["peak"], spread=0.0, goal=1.1, remark=remark)
 
 
+def use_large_store(what: str, folder: Path) -> None:
+    """Print how long one use of a store takes in this process, and its peak memory."""
+    from anisoscope.claims import judge
+    from anisoscope.report.exporting import write_report
+    from anisoscope.status import survey
+    from anisoscope.store import Store
+
+    uses: dict[str, Callable[[], Any]] = {
+        "table": lambda: Store(folder).table(),
+        "status": lambda: survey(Store(folder)),
+        "claims": lambda: judge(Store(folder).table()),
+        "report": lambda: write_report([folder], folder.parent / "report.html"),
+    }
+    wall, cpu = time.perf_counter(), time.process_time()
+    uses[what]()
+    seconds = {"wall": time.perf_counter() - wall, "cpu": time.process_time() - cpu}
+    print(json.dumps({**seconds, "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}))
+
+
+def race_large_store(peers: None, quick: bool) -> Iterator[Result]:
+    """A store of 20,000 results read for the first time, then its status, claims and report; a fresh process each."""
+    from large_store import make_store
+
+    count = 1000 if quick else 20_000
+    goals = {"table": 5.0, "status": 5.0, "claims": 10.0, "report": 30.0}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name) / "store"
+        assert len(make_store(folder, count).keys()) == count
+        for what, goal in goals.items():
+            command = [sys.executable, str(Path(__file__).resolve()), "--large", what, str(folder)]
+            found = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
+            peak = found["peak"] / (1 << (20 if sys.platform == "darwin" else 10))
+            shared: dict[str, Any] = {"section": "large store", "against": f"{count:,} results", "repeats": 1}
+            shared |= {"better": "lower", "spread": 0.0}
+            remark = f"{found['wall']:.1f} s by the clock on the wall"
+            case = f"{what}, first read" if what == "table" else what
+            yield Result(
+                **shared, case=case, by="seconds", median=found["cpu"], goal=None if quick else goal, remark=remark
+            )
+            memory = f"{case}: peak memory"
+            yield Result(**shared, case=memory, by="MiB", median=peak, goal=None if quick else LARGE_STORE_MEMORY)
+
+
 def race_sweep(peers: None, quick: bool) -> Iterator[Result]:
     """A sweep over saved checkpoints against loading and measuring each: planning, hashing, storing and watching."""
     from anisoscope.checkpoints import find_checkpoints
@@ -796,6 +843,11 @@ SECTIONS: dict[str, tuple[Callable[[Any, bool], Iterator[Result]], str]] = {
         "Exponents of CPU time over the sizes given, power-law clouds, one thread.",
     ),
     "memory": (race_memory, "Peak resident memory of a walk, a fresh process each, the same corpus."),
+    "large store": (
+        race_large_store,
+        "A made-up store (scripts/large_store.py) of 40 models, 100 checkpoints and 5 texts: CPU seconds and peak "
+        "memory of a fresh process each, which reads the store itself.",
+    ),
     "sweep": (race_sweep, "`run_sweep`, engine `local`, against loading and measuring the same checkpoints."),
     "live": (
         race_live,
@@ -810,7 +862,7 @@ SECTIONS: dict[str, tuple[Callable[[Any, bool], Iterator[Result]], str]] = {
     ),
     "gpu": (race_gpu, "As `walk`, in bfloat16, synchronised wall time; the first run, which compiles, is not counted."),
 }
-ALONE = ("walk", "memory", "sweep", "live", "alignment", "gpu")
+ALONE = ("walk", "memory", "large store", "sweep", "live", "alignment", "gpu")
 """Sections without other packages."""
 
 
@@ -841,7 +893,8 @@ def number(value: float, digits: int = 2) -> str:
 
 
 def row_of(result: Result) -> list[str]:
-    kind = "exponent" if result.by == "exponent" else "theirs / ours" if result.better == "higher" else "ours / theirs"
+    kind = "theirs / ours" if result.better == "higher" else "ours / theirs"
+    kind = result.by if result.by in ABSOLUTE else kind
     times = [number(1000 * seconds, 1) for seconds in (result.ours, result.theirs)]
     errors = ["" if math.isnan(value) else f"{value:.2g}" for value in (result.our_error, result.their_error)]
     ratio = "none" if math.isnan(result.median) else f"{number(result.median)} ± {number(result.spread)}"
@@ -856,9 +909,10 @@ def make_page(kept: dict[str, Any]) -> str:
         "",
         "# Benchmarks",
         "",
-        "Every figure is a ratio of two things run in turn on the same data: the median over the runs ± the distance "
-        "between the quartiles, by process CPU time for kernels and by wall time for walks; the other clock stands "
-        "beside it. Milliseconds only give the order of magnitude. `make bench` runs it all and names what got worse.",
+        "Every figure is a ratio of two things run in turn on the same data (but for the large store, which is "
+        "measured by itself): the median over the runs ± the distance between the quartiles, by process CPU time for "
+        "kernels and by wall time for walks; the other clock stands beside it. Milliseconds only give the order of "
+        "magnitude. `make bench` runs it all and names what got worse.",
         "",
         "## Goals",
         "",
@@ -936,9 +990,12 @@ def main() -> None:
     parser.add_argument("--merge", type=Path, help="run nothing: keep what --output wrote elsewhere")
     parser.add_argument("--update", action="store_true", help="keep the new ratios, better or worse")
     parser.add_argument("--peak", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--large", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.peak:
         return peak_of(options.peak)
+    if options.large:
+        return use_large_store(options.large[0], Path(options.large[1]))
     kept = {"machines": {}, "results": {}}
     if KEPT.exists():
         kept = json.loads(KEPT.read_text(encoding="utf-8"))

@@ -164,11 +164,12 @@ def _gradient_records(
     spec: Spec, checkpoint: Checkpoint, kind: str, site: Site, key: str, excess: float
 ) -> Iterator[Record]:
     """Energy in a tangent proxy, how far it is above its control, and the paper's ratio."""
-    p = min(1.0, max(0.005, 0.5 - 10 * excess))
-    shared = {"gradient": "virtual", "proxy": "pca", "rank": 16, "variant": "mean=in", "p": p}
+    shared = {"gradient": "virtual", "proxy": "pca", "rank": 16, "variant": "mean=in"}
     for metric, value in zip(GRADIENT_METRICS, (0.1 + excess, excess, 1 + 20 * excess), strict=True):
         ends = {"low": value - 0.02, "high": value + 0.02}
         control = {"control": "haar", "control_value": 0.1}
+        if metric != "tangent_energy":
+            control["p"] = min(1.0, max(0.005, 0.5 - 10 * excess))
         values = np.array([value])
         yield _record(
             spec, checkpoint, kind, site, key, metric, "typical", values, math.nan, **shared, **ends, **control

@@ -48,6 +48,7 @@ from anisoscope.figures.drawing import themed as themed
 from anisoscope.figures.gallery import SECTIONS as SECTIONS
 from anisoscope.figures.gallery import Figure as Figure
 from anisoscope.figures.gallery import catalogue as catalogue
+from anisoscope.figures.gallery import catalogue_within as catalogue_within
 from anisoscope.figures.gallery import contrast as contrast
 from anisoscope.figures.judgements import verdicts as verdicts
 from anisoscope.figures.judgements import verdicts_data as verdicts_data

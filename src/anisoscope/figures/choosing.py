@@ -7,6 +7,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from anisoscope.grouping import group_rows
 from anisoscope.store import SCHEMA
 
 # Dimensions at given scales, which have a figure of their own.
@@ -68,11 +69,9 @@ class Group:
 
 def groups_of(rows: pa.Table, *names: str) -> Iterator[Group]:
     """Rows that share these columns, in the order in which they come."""
-    for found in rows.group_by(list(names), use_threads=False).aggregate([]).to_pylist():
-        mask = pc.scalar(True)
-        for name, value in found.items():
-            mask = mask & (pc.field(name).is_null() if value is None else pc.field(name) == value)
-        yield Group(names=found, table=rows.filter(mask))
+    groups = group_rows(rows, names)
+    for number, found in enumerate(groups.names()):
+        yield Group(names=dict(zip(names, found, strict=True)), table=rows.take(groups.rows(number)))
 
 
 def among(column: str, names: Iterable[Any]) -> Any:

@@ -1,6 +1,7 @@
 """Every figure that a run has the rows for."""
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -47,6 +48,15 @@ class Figure:
     """Why it could not be made; then data is empty and draw raises."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Catalogue:
+    """Figures of a run, and what was left out."""
+
+    figures: list[Figure]
+    omitted: dict[str, list[str]]
+    """By section, the titles of figures that were not made."""
+
+
 def catalogue(table: pa.Table, *, units: Iterable[Unit] = (), verdicts: Sequence[Verdict] = ()) -> list[Figure]:
     """Every figure that a run has rows for, by section. Never raises: a figure that fails says so in its `error`.
 
@@ -57,8 +67,45 @@ def catalogue(table: pa.Table, *, units: Iterable[Unit] = (), verdicts: Sequence
     Where a checkpoint was measured under several settings, the unit with most points is shown and the caption counts
     the others. Models are at most eight to a figure: that is how many colours can be told apart.
     """
-    made = list(_made(table, list(units), list(verdicts)))
-    return sorted(_with_own_names(made), key=lambda figure: SECTIONS.index(figure.section))
+    return catalogue_within(table, None, units=units, verdicts=verdicts).figures
+
+
+def catalogue_within(
+    table: pa.Table, most: int | None, *, units: Iterable[Unit] = (), verdicts: Sequence[Verdict] = ()
+) -> Catalogue:
+    """`catalogue` with at most so many figures: the same number of each kind, metric and corpus as far as they go."""
+    planned: list[Plan | Figure] = []
+    try:
+        for source in sources(table, list(units), list(verdicts)):
+            planned += _plans_of(source)
+    except Exception as error:
+        planned.append(_broken("figures", "profiles", "Figures of this run", error))
+    chosen = _choose(planned, len(planned) if most is None else most)
+    made = [one if isinstance(one, Figure) else _make(one) for one in chosen]
+    omitted: dict[str, list[str]] = {}
+    kept = set(map(id, chosen))
+    for one in planned:
+        if id(one) not in kept:
+            omitted.setdefault(one.section, []).append(one.title)
+    return Catalogue(
+        figures=sorted(_with_own_names(made), key=lambda figure: SECTIONS.index(figure.section)), omitted=omitted
+    )
+
+
+def _choose(planned: Sequence[Plan | Figure], most: int) -> list[Plan | Figure]:
+    """The first of every family, then the second of every family, until there are enough; in the order planned.
+
+    Where not even the first ones are few enough, every section has its first family before one has its second.
+    """
+    members: Counter[str] = Counter()
+    families: dict[str, dict[str, int]] = {}
+    ranks = []
+    for number, one in enumerate(planned):
+        family = (one.family or one.name) if isinstance(one, Plan) else one.name
+        place = families.setdefault(one.section, {}).setdefault(family, len(families[one.section]))
+        ranks.append((members[family], place, number))
+        members[family] += 1
+    return [planned[number] for number in sorted(number for *_, number in sorted(ranks)[:most])]
 
 
 def contrast(first: pa.Table, other: pa.Table, *, names: tuple[str, str] = ("first", "other")) -> list[Figure]:
@@ -68,22 +115,13 @@ def contrast(first: pa.Table, other: pa.Table, *, names: tuple[str, str] = ("fir
     names         of the runs
     """
     source = Source(section="difference", plans=partial(difference_plans, first, other, names))
-    return list(_with_own_names(_of_source(source)))
+    return list(_with_own_names(one if isinstance(one, Figure) else _make(one) for one in _plans_of(source)))
 
 
-def _made(table: pa.Table, units: Sequence[Unit], verdicts: Sequence[Verdict]) -> Iterator[Figure]:
+def _plans_of(source: Source) -> list[Plan | Figure]:
+    found: list[Plan | Figure] = []
     try:
-        for source in sources(table, units, verdicts):
-            yield from _of_source(source)
-    except Exception as error:
-        yield _broken("figures", "profiles", "Figures of this run", error)
-
-
-def _of_source(source: Source) -> list[Figure]:
-    found: list[Figure] = []
-    try:
-        for plan in source.plans():
-            found.append(_make(plan))
+        found.extend(source.plans())
     except Exception as error:
         found.append(_broken(source.section, source.section, f"Other figures on {source.section}", error))
     return found

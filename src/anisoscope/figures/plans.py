@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -27,7 +28,7 @@ from anisoscope.figures.choosing import (
 from anisoscope.figures.drawing import PALETTE, Chart
 from anisoscope.records import FINAL_NORM_SITES, Unit
 from anisoscope.revisions import training_order
-from anisoscope.store import name_trainings
+from anisoscope.store import SCHEMA, name_trainings
 from anisoscope.tracks import PREFIX as CONCEPTS
 from anisoscope.tracks import Attached, trace_concepts
 
@@ -37,6 +38,7 @@ ACROSS = 48
 POPULATIONS = ("leading_variance", "mean_cosine", "twonn")
 # Verdicts to a figure.
 VERDICTS = 40
+_DRAWN = frozenset((*SCHEMA.names, "seq_len"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +53,8 @@ class Plan:
     caption: Callable[[pa.Table], str]
     need: str | None = "value"
     """The column that must have a number somewhere."""
+    family: str = ""
+    """What it shares with the figures that show the same of other models; empty where it is the only one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +68,8 @@ class Source:
 def sources(table: pa.Table, units: Sequence[Unit], verdicts: Sequence[Verdict]) -> Iterator[Source]:
     """Where plans come from, each by its section: one that fails leaves the others alone."""
     table = name_trainings(table)
-    states = plain_states(table)
+    # Settings are not drawn, but for the window length.
+    states = plain_states(table.select([name for name in table.column_names if name in _DRAWN]))
     corpora = distinct(states, "corpus")
     for corpus in corpora:
         here = states.filter(pc.field("corpus") == corpus)
@@ -75,7 +80,8 @@ def sources(table: pa.Table, units: Sequence[Unit], verdicts: Sequence[Verdict])
                 yield Source(section="profiles", plans=partial(_of_metric, here, table, metric, end))
         yield Source(section="final norm", plans=partial(_of_stages, here, end))
         yield Source(section="dimension", plans=partial(_of_scales, here, end))
-        yield Source(section="populations", plans=partial(_of_lengths, here, units, end))
+        if units:
+            yield Source(section="populations", plans=partial(_of_lengths, here, end))
     yield Source(section="alignment", plans=partial(_of_gradients, table))
     yield Source(section="curvature", plans=partial(_of_curvature, table))
     yield Source(section="concepts", plans=partial(_of_concepts, units))
@@ -106,26 +112,32 @@ def _of_scales(states: pa.Table, end: str) -> Iterator[Plan]:
     scaled = states.filter(among("metric", names))
     chosen = one_setting(scaled.filter(pc.field("depth").is_valid()))
     for model in distinct(chosen.table, "model"):
-        mine = chosen.table.filter(pc.field("model") == model)
         yield Plan(
             name=f"scales-{model}{end}",
             section="dimension",
             title=f"gride of {model} against scale{end}",
-            data=partial(dimension.scales_data, mine, model=model, populations=in_order(distinct(mine, "population"))),
+            data=partial(_scales_of, chosen.table, model),
             draw=dimension.draw_scales,
             caption=chosen.counted(captions.scales_caption),
+            family=f"scales{end}",
         )
 
 
-def _of_lengths(states: pa.Table, units: Sequence[Unit], end: str) -> Iterator[Plan]:
+def _scales_of(rows: pa.Table, model: str) -> pa.Table:
+    mine = rows.filter(pc.field("model") == model)
+    return dimension.scales_data(mine, model=model, populations=in_order(distinct(mine, "population")))
+
+
+def _of_lengths(states: pa.Table, end: str) -> Iterator[Plan]:
     """Leading variance over window lengths, where units differ in nothing else that is seen in the table."""
-    lengths = {unit.key: unit.spec.seq_len for unit in units}
+    if "seq_len" not in states.column_names or len(distinct(states, "seq_len")) < 2:
+        return
     blocks = states.filter(pc.field("depth").is_valid() & (pc.field("metric") == "leading_variance"))
-    blocks = blocks.filter(among("key", list(lengths)))
+    found = blocks.group_by(["key", "seq_len"], use_threads=False).aggregate([]).to_pylist()
+    lengths = {one["key"]: one["seq_len"] for one in found if one["seq_len"] is not None}
     parts = []
     for length in sorted(set(lengths.values())):
-        keys = [key for key, found in lengths.items() if found == length]
-        parts.append(one_setting(blocks.filter(among("key", keys))).table)
+        parts.append(one_setting(blocks.filter(pc.field("seq_len") == length)).table)
     mine = [part for part in parts if len(part)]
     if len(mine) < 2:
         return
@@ -145,6 +157,7 @@ def _of_gradients(table: pa.Table) -> Iterator[Plan]:
     """Tangent energy with its controls, over training where there are several checkpoints, else over depth."""
     kept = pc.field("gradient").is_valid() & pc.field("depth").is_valid()
     rows = table.filter(kept & among("metric", ["tangent_energy", *tangents.CONTROLLED]))
+    rows = rows.select([name for name in rows.column_names if name in _DRAWN])
     for group in groups_of(rows.filter(pc.field("bin").is_null()), "model", "corpus", "population", "variant"):
         names = group.names
         chosen = one_setting(group.table)
@@ -158,6 +171,7 @@ def _of_gradients(table: pa.Table) -> Iterator[Plan]:
             data=partial(tangents.alignment_data, chosen.table, axis=axis, **names),
             draw=partial(tangents.draw_alignment, axis=axis),
             caption=chosen.counted(captions.alignment_caption),
+            family=f"alignment-{names['corpus']}-{names['population']}-{names['variant']}",
         )
     # The variant of a bin states its frequency: all bins are one figure.
     for group in groups_of(rows.filter(pc.field("bin").is_valid()), "model", "corpus", "population"):
@@ -170,6 +184,7 @@ def _of_gradients(table: pa.Table) -> Iterator[Plan]:
             data=partial(tangents.alignment_bins_data, chosen.table, **names),
             draw=tangents.draw_alignment_bins,
             caption=chosen.counted(captions.bins_caption),
+            family=f"alignment_bins-{names['corpus']}-{names['population']}",
         )
 
 
@@ -212,6 +227,7 @@ def _of_concepts(units: Sequence[Unit]) -> Iterator[Plan]:
                 draw=partial(curving.draw_concepts, of=f"{traced.model}, {traced.site}, {traced.corpus}"),
                 caption=captions.concepts_caption,
                 need="share_of_energy",
+                family="concepts",
             )
 
 
@@ -240,6 +256,7 @@ def _of_owners(units: Sequence[Unit]) -> Iterator[Plan]:
             draw=places.draw_owners,
             caption=captions.owners_caption,
             need="share",
+            family="owners",
         )
 
 
@@ -258,6 +275,7 @@ def _of_weights(units: Sequence[Unit]) -> Iterator[Plan]:
                 draw=places.draw_embeddings,
                 caption=captions.embeddings_caption,
                 need="x",
+                family=f"embeddings-{site}",
             )
 
 
@@ -273,6 +291,7 @@ def _of_verdicts(verdicts: Sequence[Verdict]) -> Iterator[Plan]:
             draw=judgements.draw_verdicts,
             caption=captions.verdicts_caption,
             need=None,
+            family="verdicts",
         )
 
 
@@ -282,54 +301,63 @@ def _of_metric(states: pa.Table, table: pa.Table, metric: str, end: str) -> Iter
     blocks = rows.table.filter(pc.field("depth").is_valid())
     populations = in_order(distinct(blocks, "population"))
     models = distinct(blocks, "model")
+    checkpoints = Counter(one["model"] for one in checkpoints_of(blocks))
     for number, some in enumerate(in_chunks(models, len(PALETTE))):
-        mine = blocks.filter(among("model", some))
         part = f" ({number + 1})" if len(models) > len(PALETTE) else ""
         yield Plan(
             name=f"profile-{metric}{end}{part}",
             section="profiles",
             title=f"{metric} over depth{end}{part}",
-            data=partial(depth.profile_data, mine, metric=metric, populations=populations),
+            data=partial(_profiles_of, blocks, some, metric, populations),
             draw=depth.draw_profile,
             caption=rows.counted(captions.profile_caption),
+            family=f"profile-{metric}{end}",
         )
-        yield from _dynamics(mine, table, rows, metric, populations, f"{end}{part}")
+        yield from _dynamics(blocks.filter(among("model", some)), table, rows, metric, populations, end, part)
     for model in models:
-        mine = blocks.filter(pc.field("model") == model)
-        if len(checkpoints_of(mine)) > 1:
-            yield from _training(mine, rows, model, metric, populations[0], end)
+        if checkpoints[model] > 1:
+            yield from _training(blocks, rows, model, metric, populations[0], end)
         if len(populations) > 1 and metric in POPULATIONS:
             yield Plan(
                 name=f"populations-{metric}-{model}{end}",
                 section="populations",
                 title=f"{metric} of {model} by population{end}",
-                data=partial(depth.populations_data, mine, model=model, metric=metric),
+                data=partial(depth.populations_data, blocks, model=model, metric=metric),
                 draw=depth.draw_populations,
                 caption=rows.counted(captions.populations_caption),
+                family=f"populations-{metric}{end}",
             )
 
 
+def _profiles_of(blocks: pa.Table, models: list[str], metric: str, populations: list[str]) -> pa.Table:
+    return depth.profile_data(blocks.filter(among("model", models)), metric=metric, populations=populations)
+
+
 def _dynamics(
-    blocks: pa.Table, table: pa.Table, rows: Chosen, metric: str, populations: list[str], end: str
+    blocks: pa.Table, table: pa.Table, rows: Chosen, metric: str, populations: list[str], end: str, part: str
 ) -> Iterator[Plan]:
     """Of models with several checkpoints; those without a step are left out where others have one."""
     stepped = blocks.filter(pc.field("step").is_valid())
     # Steps that start again in every stage have no place on one axis.
     axis = "step" if len(distinct(stepped, "step")) > 1 and len(distinct(stepped, "stage")) == 1 else "checkpoint"
     mine = stepped if axis == "step" else blocks
-    if all(len(checkpoints_of(mine.filter(pc.field("model") == model))) < 2 for model in distinct(mine, "model")):
+    if max(Counter(one["model"] for one in checkpoints_of(mine)).values(), default=0) < 2:
         return
-    losses = table.filter((pc.field("metric") == "loss") & among("key", distinct(mine, "key")))
     yield Plan(
-        name=f"dynamics-{metric}{end}",
+        name=f"dynamics-{metric}{end}{part}",
         section="dynamics",
-        title=f"{metric} as training goes on{end}",
-        data=partial(
-            training.dynamics_data, pa.concat_tables([mine, losses]), metric=metric, populations=populations, axis=axis
-        ),
+        title=f"{metric} as training goes on{end}{part}",
+        data=partial(_dynamics_of, mine, table, metric, populations, axis),
         draw=partial(training.draw_dynamics, axis=axis),
         caption=rows.counted(captions.dynamics_caption),
+        family=f"dynamics-{metric}{end}",
     )
+
+
+def _dynamics_of(blocks: pa.Table, table: pa.Table, metric: str, populations: list[str], axis: str) -> pa.Table:
+    losses = table.filter((pc.field("metric") == "loss") & among("key", distinct(blocks, "key")))
+    both = pa.concat_tables([blocks, losses.select(blocks.column_names)])
+    return training.dynamics_data(both, metric=metric, populations=populations, axis=axis)
 
 
 def _training(blocks: pa.Table, rows: Chosen, model: str, metric: str, population: str, end: str) -> Iterator[Plan]:
@@ -340,6 +368,7 @@ def _training(blocks: pa.Table, rows: Chosen, model: str, metric: str, populatio
         data=partial(depth.steps_data, blocks, model=model, metric=metric, population=population),
         draw=depth.draw_steps,
         caption=rows.counted(captions.steps_caption),
+        family=f"steps-{metric}{end}",
     )
     yield Plan(
         name=f"heatmap-{metric}-{model}{end}",
@@ -347,7 +376,7 @@ def _training(blocks: pa.Table, rows: Chosen, model: str, metric: str, populatio
         title=f"{metric} of {model} at every site and step{end}",
         data=partial(
             training.heatmap_data,
-            rows.table.filter(pc.field("model") == model),
+            rows.table,
             model=model,
             metric=metric,
             population=population,
@@ -355,4 +384,5 @@ def _training(blocks: pa.Table, rows: Chosen, model: str, metric: str, populatio
         ),
         draw=training.draw_heatmap,
         caption=rows.counted(captions.heatmap_caption),
+        family=f"heatmap-{metric}{end}",
     )

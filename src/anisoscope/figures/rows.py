@@ -78,7 +78,9 @@ def select_rows(
 
     `batches`: with the values of every batch, which cost more than all the rest.
     """
-    table = name_trainings(table)
+    unused = _UNUSED if batches else (*_UNUSED, "values")
+    shown = [name for name in table.column_names if name in SCHEMA.names and name not in unused]
+    table = name_trainings(table.select(shown))
     wanted = {
         "key": keys,
         "model": None if model is None else [model],
@@ -93,8 +95,7 @@ def select_rows(
         if missing := [name for name in names if name not in there]:
             raise SpecError(f"wanted {column} {listed(missing)}; there is {listed(there)}")
         table = table.filter(pc.field(column).isin(list(names)))
-    unused = _UNUSED if batches else (*_UNUSED, "values")
-    rows = table.drop_columns([name for name in unused if name in table.column_names]).to_pylist()
+    rows = table.to_pylist()
     if len(versions := {row["metric_version"] for row in rows}) > 1:
         raise SpecError(
             f"this run holds {metric} in versions {listed(versions)}, which are different numbers; choose with keys="

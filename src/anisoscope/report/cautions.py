@@ -5,10 +5,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from anisoscope.claims.findings import MIN_BATCHES, counted
+from anisoscope.grouping import group_rows
 from anisoscope.printing import format_value
 from anisoscope.records import site_order
 from anisoscope.report.reading import Run
@@ -95,15 +97,22 @@ def _suspects(table: pa.Table) -> Iterable[Caution]:
 
 
 def _sinks(table: pa.Table) -> Iterable[Caution]:
-    names = ["model", "revision", "step", "stack", "corpus", "site", "metric", "population", "variant", "bin", "key"]
+    names = ["model", "revision", "step", "stack", "corpus", "site", "metric", "variant", "bin", "key"]
     wanted = pc.field("metric").isin(SINK_METRICS) & pc.field("population").isin(["all", "typical"])
-    pairs: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = defaultdict(dict)
-    for row in table.filter(wanted).select([*names, "value", "excluded", "points"]).to_pylist():
-        pairs[tuple(row[name] for name in names if name != "population")][row["population"]] = row
-    found = []
-    for pair in pairs.values():
-        if len(pair) == 2 and abs(pair["all"]["value"] - pair["typical"]["value"]) > SINK_DIFFERENCE:
-            found.append((abs(pair["all"]["value"] - pair["typical"]["value"]), pair["all"], pair["typical"]))
+    rows = table.filter(wanted).select([*names, "population", "value", "excluded", "points"]).sort_by("population")
+    pairs = group_rows(rows, names)
+    # `all` before `typical`; only those that differ become Python rows.
+    both = pairs.ends[pairs.sizes == 2]
+    every, typical = pairs.order[both - 2], pairs.order[both - 1]
+    values = rows["value"].to_numpy()
+    different = np.flatnonzero(np.abs(values[every] - values[typical]) > SINK_DIFFERENCE)
+    found = [
+        (abs(one["value"] - other["value"]), one, other)
+        for one, other in zip(
+            *(rows.take(pa.array(side[different])).to_pylist() for side in (every, typical)), strict=True
+        )
+        if one["population"] != other["population"]
+    ]
     found.sort(key=lambda one: (-one[0], one[1]["model"], site_order(one[1]["site"])))
     if found:
         places = tuple(
@@ -122,9 +131,11 @@ def _sinks(table: pa.Table) -> Iterable[Caution]:
 
 
 def _without_numbers(table: pa.Table) -> Iterable[Caution]:
-    names = ["model", "revision", "step", "stack", "site", "metric", "population", "note"]
-    rows = table.filter(pc.is_nan(pc.field("value"))).select(names).to_pylist()  # pyright: ignore[reportAttributeAccessIssue]
-    counts = Counter((row["metric"], row["note"] or "no reason was recorded") for row in rows)
+    rows = table.filter(pc.is_nan(pc.field("value")) | pc.field("value").is_null())  # pyright: ignore[reportAttributeAccessIssue]
+    noted = rows.group_by(["metric", "note"], use_threads=False).aggregate([([], "count_all")]).to_pylist()
+    counts: Counter[tuple[str, str]] = Counter()
+    for one in noted:
+        counts[one["metric"], one["note"] or "no reason was recorded"] += one["count_all"]
     if counts:
         places = tuple(f"{metric}, {counted(count, 'place')}: {note}" for (metric, note), count in counts.most_common())
         text = f"{counted(len(rows), 'row')} of {table.num_rows:,} have no number, each with its reason."
@@ -133,22 +144,23 @@ def _without_numbers(table: pa.Table) -> Iterable[Caution]:
 
 def _duplicates(table: pa.Table) -> Iterable[Caution]:
     names = ["model", "revision", "step", "stack", "site", "metric", "population", "dropped", "points"]
-    rows = table.filter(pc.field("dropped") > 0).select(names).to_pylist()
+    rows = table.filter((pc.field("dropped") > 0) & pc.field("points").is_valid()).select(names)
     # Metrics that drop the same points are told together.
-    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = defaultdict(list)
-    for row in rows:
-        groups[tuple(row[name] for name in names if name != "metric")].append(row)
-    worst: dict[tuple[str, str], tuple[float, list[dict[str, Any]]]] = {}
-    for same in groups.values():
-        place = same[0]["model"], same[0]["population"]
-        share = same[0]["dropped"] / (same[0]["dropped"] + same[0]["points"])
-        if share > max(DUPLICATE_SHARE, worst.get(place, (0.0, []))[0]):
-            worst[place] = share, same
+    groups = group_rows(rows, [name for name in names if name != "metric"])
+    dropped, points = (rows[name].to_numpy() for name in ("dropped", "points"))
+    places = zip(groups.keys["model"].to_pylist(), groups.keys["population"].to_pylist(), strict=True)
+    largest: dict[tuple[str, str], tuple[float, int]] = {}
+    for group, place in enumerate(places):
+        first = groups.rows(group)[0]
+        share = float(dropped[first] / (dropped[first] + points[first]))
+        if share > max(DUPLICATE_SHARE, largest.get(place, (0.0, 0))[0]):
+            largest[place] = share, group
+    worst = [(share, rows.take(groups.rows(group)).to_pylist()) for share, group in largest.values()]
     if worst:
         places = tuple(
             f"{where(same[0])}, population {same[0]['population']}: {same[0]['dropped']:,} points ({share:.1%}) were "
             f"dropped for {_some(row['metric'] for row in same)}"
-            for share, same in sorted(worst.values(), key=lambda one: -one[0])
+            for share, same in sorted(worst, key=lambda one: -one[0])
         )
         yield Caution(
             title="Duplicates dropped",
@@ -185,13 +197,13 @@ def _few_points(table: pa.Table) -> Iterable[Caution]:
 
 def _few_batches(table: pa.Table) -> Iterable[Caution]:
     rows = table.filter(pc.field("depth").is_valid() & pc.field("metric").isin(["leading_variance", "twonn"]))
-    batches = rows["batches"].to_pylist()
-    if batches and min(batches) < MIN_BATCHES:
-        few = counted(min(batches), "batch")
+    fewest = pc.min(rows["batches"]).as_py()  # pyright: ignore[reportAttributeAccessIssue]
+    if fewest is not None and fewest < MIN_BATCHES:
+        few = counted(fewest, "batch")
         yield Caution(
             title="Few batches",
             text=f"Some numbers rest on {few}; a claim about one model needs {MIN_BATCHES} for an interval"
-            + (", and one batch has no spread." if min(batches) == 1 else "."),
+            + (", and one batch has no spread." if fewest == 1 else "."),
         )
 
 

@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -15,6 +16,7 @@ from anisoscope import __version__
 from anisoscope.claims import Verdict, headlines, judge
 from anisoscope.columns import TABLE_SCHEMA
 from anisoscope.figures import count_label
+from anisoscope.grouping import group_rows
 from anisoscope.printing import format_value
 from anisoscope.records import POPULATIONS, site_order
 from anisoscope.report.cautions import Caution, find_cautions
@@ -24,6 +26,8 @@ from anisoscope.report.reading import Run, read_run
 from anisoscope.revisions import training_order
 from anisoscope.store import name_trainings
 
+# Of one run; a page with more is neither read nor soon drawn.
+MOST_FIGURES = 80
 POPULATION_WORDS = {
     "all": "every token",
     "content": "no special tokens, no first position of a window",
@@ -41,6 +45,8 @@ class Shown:
     cautions: tuple[Caution, ...]
     figures: tuple[Any, ...]
     """`figures.Figure`, in the order of the catalogue."""
+    omitted: Mapping[str, Sequence[str]]
+    """By section, the titles of figures that were not made, because the run has too many of them."""
     measured: tuple[Mapping[str, str], ...]
     """A row for each model and corpus: what was measured on what."""
     glance: tuple[Mapping[str, str], ...]
@@ -82,7 +88,7 @@ def gather(folders: Sequence[Path], *, seed: int = 0, drawn: bool = True, state:
         table=table,
         runs=tuple(_shown(run, verdicts if len(runs) == 1 else (), drawn) for run in runs),
         verdicts=verdicts,
-        methods=tuple(methods_of(sorted(set(table["metric"].to_pylist())))),
+        methods=tuple(methods_of(sorted(table["metric"].unique().to_pylist()))),
         populations=_populations(table),
         comparisons=tuple(compare(runs, drawn=drawn)) if len(runs) > 1 else (),
         state=state,
@@ -112,7 +118,7 @@ def _each_unit_once(runs: Sequence[Run]) -> pa.Table:
     seen: set[str] = set()
     parts = []
     for run in runs:
-        parts.append(run.table.filter(pa.array([key not in seen for key in run.table["key"].to_pylist()], pa.bool_())))
+        parts.append(run.table.filter(~pc.field("key").isin(pa.array(list(seen), pa.string()))) if seen else run.table)
         seen |= run.origins.keys()
     return pa.concat_tables(parts) if parts else TABLE_SCHEMA.empty_table()
 
@@ -128,7 +134,7 @@ def _judge(table: pa.Table, seed: int) -> tuple[Verdict, ...]:
 
 
 def _populations(table: pa.Table) -> dict[str, str]:
-    there = set(table["population"].to_pylist())
+    there = set(table["population"].unique().to_pylist())
     known = {name: POPULATION_WORDS[name] for name in POPULATIONS if name in there}
     return known | dict.fromkeys(sorted(there - known.keys()), "")
 
@@ -136,11 +142,13 @@ def _populations(table: pa.Table) -> dict[str, str]:
 def _shown(run: Run, verdicts: Sequence[Verdict], drawn: bool) -> Shown:
     cautions = find_cautions(run)
     figures: tuple[Any, ...] = ()
+    omitted: Mapping[str, Sequence[str]] = {}
     if drawn and run.table.num_rows:
-        from anisoscope.figures import catalogue
+        from anisoscope.figures import catalogue_within
 
         try:
-            figures = tuple(catalogue(run.table, units=tuple(run.units()), verdicts=verdicts))
+            found = catalogue_within(run.table, MOST_FIGURES, units=tuple(run.units()), verdicts=verdicts)
+            figures, omitted = tuple(found.figures), found.omitted
         except Exception as error:  # the sentences and tables of a report do not depend on its figures
             told = f"The figures could not be made: {type(error).__name__}: {error}."
             cautions.append(Caution(title="No figures", text=told))
@@ -148,6 +156,7 @@ def _shown(run: Run, verdicts: Sequence[Verdict], drawn: bool) -> Shown:
         run=run,
         cautions=tuple(cautions),
         figures=figures,
+        omitted=omitted,
         measured=tuple(_measured(run)),
         glance=tuple(_glance(run.table)),
         origins=tuple(_origins(run)),
@@ -158,28 +167,36 @@ def _shown(run: Run, verdicts: Sequence[Verdict], drawn: bool) -> Shown:
 def _measured(run: Run) -> Iterable[dict[str, str]]:
     """Models, corpora, checkpoints, tokens and populations, a row for each model on each corpus."""
     table = name_trainings(run.table)
-    names = ["model", "kind", "corpus", "revision", "stage", "step", "key", "population", "site", "dim"]
-    rows = table.select(names).group_by(names).aggregate([]).to_pylist()
-    groups: dict[tuple[str, str, str], list[dict[str, Any]]] = defaultdict(list)
-    for row in rows:
-        groups[row["model"], row["kind"], row["corpus"]].append(row)
-    for (model, kind, corpus), found in sorted(groups.items(), key=lambda item: [part or "" for part in item[0]]):
-        places = {(row["stage"], row["step"], row["revision"]) for row in found}
-        specs = [run.origins[key].spec for key in dict.fromkeys(row["key"] for row in found) if key in run.origins]
-        sites = {row["site"] for row in found}
-        blocks = {site for site in sites if site.startswith("block.")}
-        populations = sorted({row["population"] for row in found}, key=_population_order)
+    who = ["model", "kind", "corpus"]
+    checkpoints = _together(table, who, "stage", "step", "revision")
+    keys, populations, sites, widths = (
+        _together(table, who, *names) for names in (["key"], ["population"], ["site"], ["site", "dim"])
+    )
+    for model, kind, corpus in sorted(checkpoints, key=lambda one: [part or "" for part in one]):
+        one = model, kind, corpus
+        specs = [run.origins[key].spec for (key,) in keys[one] if key in run.origins]
+        blocks = sum((site or "").startswith("block.") for (site,) in sites[one])
+        names = sorted((name for (name,) in populations[one]), key=_population_order)
         yield {
             "model": model,
             "kind": kind,
-            "checkpoints": _checkpoints(places),
+            "checkpoints": _checkpoints(set(checkpoints[one])),
             "corpus": corpus,
             "tokens": _range(spec.get("tokens") for spec in specs),
             "window": _range(spec.get("seq_len") for spec in specs),
-            "width": _range(row["dim"] for row in found if row["site"] != "output"),
-            "sites": f"{len(sites)} ({len(blocks)} blocks)",
-            "populations": ", ".join(populations),
+            "width": _range(dim for site, dim in widths[one] if site != "output"),
+            "sites": f"{len(sites[one])} ({blocks} blocks)",
+            "populations": ", ".join(names),
         }
+
+
+def _together(table: pa.Table, who: Sequence[str], *names: str) -> dict[tuple[Any, ...], list[tuple[Any, ...]]]:
+    """What stands in some columns, each combination once, for each combination of `who`."""
+    found: dict[tuple[Any, ...], list[tuple[Any, ...]]] = defaultdict(list)
+    for row in table.group_by([*who, *names], use_threads=False).aggregate([]).to_pylist():
+        values = tuple(row.values())
+        found[values[: len(who)]].append(values[len(who) :])
+    return found
 
 
 def _population_order(name: str) -> int:
@@ -212,27 +229,14 @@ def _glance(table: pa.Table) -> Iterable[dict[str, str]]:
     table = name_trainings(table).filter(
         pc.field("bin").is_null() & pc.field("variant").is_null() & pc.field("gradient").is_null()
     )
-    names = [
-        "model",
-        "corpus",
-        "stack",
-        "metric",
-        "population",
-        "stage",
-        "step",
-        "revision",
-        "site",
-        "depth",
-        "value",
-        "spread",
-        "null",
-    ]
-    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = defaultdict(list)
-    for row in table.select(names).to_pylist():
-        groups[tuple(row[name] for name in names[:5])].append(row)
-    for (model, corpus, stack, metric, population), rows in groups.items():
-        last = max(training_order(row["stage"], row["step"], row["revision"]) for row in rows)
-        here = [row for row in rows if training_order(row["stage"], row["step"], row["revision"]) == last]
+    series = ("model", "corpus", "stack", "metric", "population")
+    checkpoints = group_rows(table, (*series, "stage", "step", "revision"))
+    groups: dict[tuple[Any, ...], dict[Any, list[np.ndarray]]] = defaultdict(lambda: defaultdict(list))
+    for number, (*who, stage, step, revision) in enumerate(checkpoints.names()):
+        groups[tuple(who)][training_order(stage, step, revision)].append(checkpoints.rows(number))
+    columns = table.select([*series, "stage", "step", "revision", "site", "depth", "value", "spread", "null"])
+    for (model, corpus, stack, metric, population), found in groups.items():
+        here = columns.take(np.sort(np.concatenate(found[max(found)]))).to_pylist()
         sites = {row["site"]: row for row in here}
         blocks = sorted((row for row in here if row["depth"] is not None), key=lambda row: site_order(row["site"]))
         known = [row for row in blocks if not math.isnan(row["value"])]

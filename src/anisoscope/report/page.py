@@ -15,9 +15,12 @@ from anisoscope.errors import AnisoscopeError
 from anisoscope.printing import format_value
 from anisoscope.report.gathering import Report
 from anisoscope.report.packing import Shelf, pack_json, pack_table
+from anisoscope.store import name_trainings
 
 # Rows of a figure that a page can still show; beyond, drawing takes longer than anyone waits.
 MOST_ROWS = 20_000
+# Rows of a table that a page can still carry; beyond, the page says how to write them to a file.
+MOST_TABLE_ROWS = 200_000
 
 
 def render(report: Report) -> str:
@@ -25,7 +28,8 @@ def render(report: Report) -> str:
     shelf, charts = Shelf(), []
     sections = _sections(report, shelf, charts)
     blobs = {"charts": pack_json({"charts": charts, "datasets": shelf.datasets, "themes": _themes()})}
-    blobs["table"] = pack_table(report.table)
+    if report.table.num_rows <= MOST_TABLE_ROWS:
+        blobs["table"] = pack_table(report.table)
     for number, one in enumerate(report.comparisons):
         blobs[f"difference-{number}"] = pack_table(one.rows)
     library, script = _library(), _asset("page.js")
@@ -42,6 +46,7 @@ def render(report: Report) -> str:
         untold=_grouped((one.claim, one) for one in report.verdicts if one.holds is None),
         contents=_contents(report),
         sections=sections,
+        omitted=_omitted(report),
         differences=[_differences(one.summary(), one.first, one.other) for one in report.comparisons],
         cautions=[
             {"title": one.title, "text": one.text, "places": one.places, "run": shown.run.name}
@@ -79,6 +84,16 @@ def _sections(report: Report, shelf: Shelf, charts: list[dict[str, Any]]) -> dic
             entry = {**_entry(figure, name, shelf, charts), "run": shown.run.name}
             sections.setdefault(figure.section, {}).setdefault(figure.name, []).append(entry)
     return {section: list(groups.values()) for section, groups in sections.items()}
+
+
+def _omitted(report: Report) -> dict[str, list[str]]:
+    """The titles of figures that were not made, by section."""
+    found: dict[str, list[str]] = {}
+    for shown in report.runs:
+        for section, titles in shown.omitted.items():
+            run = f"{shown.run.name}: " if len(report.runs) > 1 else ""
+            found.setdefault(section, []).extend(run + title for title in titles if section != "verdicts")
+    return {section: titles for section, titles in found.items() if titles}
 
 
 def _entry(figure: Any, name: str, shelf: Shelf, charts: list[dict[str, Any]]) -> dict[str, Any]:
@@ -204,11 +219,11 @@ def _lead(report: Report) -> str:
     table = report.table
     if not table.num_rows:
         return "Nothing has been measured here yet."
-    models, corpora, metrics = (set(table[name].to_pylist()) for name in ("model", "corpus", "metric"))
+    models, corpora, metrics = (
+        name_trainings(table)[name].unique().to_pylist() for name in ("model", "corpus", "metric")
+    )
     placed = [name for name in ("model", "run", "stage", "revision", "step") if name in table.column_names]
-    units = len(set(zip(*(table[name].to_pylist() for name in placed), strict=True)))
-    if "run" in table.column_names:
-        models = {run or model for run, model in zip(table["run"].to_pylist(), table["model"].to_pylist(), strict=True)}
+    units = table.group_by(placed).aggregate([]).num_rows
     what = f"{counted(units, 'checkpoint')} of " if units > len(models) else ""
     text = (
         f"{what}{_listed(sorted(models), 'model')} on {_listed(sorted(corpora), 'corpus')}: "
