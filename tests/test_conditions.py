@@ -186,6 +186,14 @@ def test_it_must_last(values: tuple[int, ...], closes: bool) -> None:
     assert [one["step"] for one in found] == ([len(values) - 1] if closes else [])
 
 
+def test_checkpoints_of_different_settings_are_not_one_series() -> None:
+    """Two checkpoints in a row, but under windows of different lengths."""
+    both = table(row(0.95, step=1, key="a"), row(0.95, step=2, key="b"))
+    lasting = parse("leading_variance[block.0] > 0.9 for 2")
+    assert len(lasting.matches(both.append_column("seq_len", pa.array([512, 512])))) == 1
+    assert lasting.matches(both.append_column("seq_len", pa.array([512, 64]))) == []
+
+
 def test_too_few_checkpoints_do_not_last() -> None:
     assert parse("leading_variance[block.0] > .9 for 3").matches(table(row(1.0, step=1), row(1.0, step=2))) == []
 

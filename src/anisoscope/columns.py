@@ -46,6 +46,12 @@ SETTINGS_SCHEMA = pa.schema(
 
 TABLE_SCHEMA = pa.schema([*SCHEMA, *SETTINGS_SCHEMA])
 
+# These differ between checkpoints of one series, or choose which rows a result has.
+_OF_ONE_SERIES = ("weights", "proxy_from", "requested_proxy", "gradients", "controls")
+
+SERIES_SETTINGS = tuple(name for name in SETTINGS_SCHEMA.names if name not in _OF_ONE_SERIES)
+"""Settings in which the checkpoints of one series agree: numbers that differ in one of them are not mixed."""
+
 
 def settings_row(spec: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of a Spec, given as a dict of its fields, as one row of columns; tuples are joined with commas.

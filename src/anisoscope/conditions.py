@@ -18,6 +18,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from anisoscope.columns import SERIES_SETTINGS
 from anisoscope.errors import SpecError
 from anisoscope.records import POPULATIONS, Record, site_order
 from anisoscope.revisions import training_order
@@ -75,17 +76,18 @@ class Condition:
     def matches(self, table: pa.Table) -> list[Mapping[str, Any]]:
         """The last row of each series that satisfies it at its last checkpoints; a shorter series never does.
 
-        A series is a model on a corpus at a site; its checkpoints are those where it was measured, in the order of
-        training. A checkpoint measured more than once satisfies it if any of its values does. A table in which nothing
-        is concerned is refused: a gate that cannot close is worse than none.
+        A series is a model on a corpus at a site under one setting (tokens, window ...); its checkpoints are those
+        where it was measured, in the order of training. A checkpoint measured more than once satisfies it if any of its
+        values does. A table without rows that the condition is about is an error: such a gate would never close.
         """
         rows = self.concerned(table.to_pylist())
         if not rows:
             raise SpecError(self._nothing_concerned(table))
+        names = [*_SERIES, *(name for name in SERIES_SETTINGS if name in table.column_names)]
         series: dict[tuple, dict[tuple, list[Mapping[str, Any]]]] = defaultdict(lambda: defaultdict(list))
         for row in rows:
             place = training_order(row["stage"], row["step"], row["revision"])
-            series[tuple(row[name] for name in _SERIES)][place].append(row)
+            series[tuple(row[name] for name in names)][place].append(row)
         found = []
         for checkpoints in series.values():
             last = [checkpoints[place] for place in sorted(checkpoints)[-self.checkpoints :]]

@@ -182,6 +182,8 @@ def print_correlations(found: Sequence[Correlation]) -> None:
         table.add_row(Text(one.model), Text(one.corpus), one.of, one.kind, *numbers)
     console.print(table)
     console.print("Series that drift correlate by their levels whatever they are about: the differences have the p.")
+    for note in dict.fromkeys(one.note for one in found if one.note):
+        console.print(Text(f"· {note}"))
 
 
 def print_enrichment(table: pa.Table, model: str) -> None:

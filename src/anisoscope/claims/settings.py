@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from anisoscope.columns import SETTINGS_SCHEMA
+from anisoscope.columns import SERIES_SETTINGS
 from anisoscope.grouping import Groups, group_rows
 
 # What identifies a number besides its site and setting: a series over checkpoints, and the checkpoint.
@@ -21,8 +21,6 @@ _SERIES = ("model", "stack", "corpus", "population", "metric", "gradient", "prox
 _CHECKPOINT = ("stage", "step", "revision")
 # What a verdict names.
 _SUBJECT = ("model", "corpus", "metric", "population")
-# These differ between checkpoints of one setting, or choose which rows a result file has.
-_NO_SETTING = ("weights", "proxy_from", "requested_proxy", "gradients", "controls")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,11 +57,7 @@ def one_setting(table: pa.Table) -> OneSetting:
     version, most points, most batches. Result files of one checkpoint and setting: the latest version, most points,
     most batches, the first key.
     """
-    names = [
-        name
-        for name in SETTINGS_SCHEMA.names
-        if name in table.column_names and name not in _NO_SETTING and len(table[name].unique()) > 1
-    ]
+    names = [name for name in SERIES_SETTINGS if name in table.column_names and len(table[name].unique()) > 1]
     if not table.num_rows:
         return OneSetting(table=table, judged={}, left_out={})
     columns = {name: table[name] for name in (*_SERIES, *_CHECKPOINT, "key")}
