@@ -18,7 +18,7 @@ from anisoscope.tangent.proxies import fit_global
 from anisoscope.tangent.windows import choose_windows, flipped_energies, pair_windows
 
 ROOT = Path(__file__).parent.parent
-SHORT = 40
+SHORT = 10
 
 
 def _script() -> ModuleType:

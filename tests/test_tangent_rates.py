@@ -25,7 +25,8 @@ from anisoscope.tangent.windows import pair_windows
 
 DIM, RANK, WINDOWS, LENGTH = 64, 8, 32, 16
 TOKENS = WINDOWS * LENGTH
-TRIALS, NOMINAL = 500, 0.05
+# 500 draws of each, and of the cases that these leave out, are stored: see scripts/control_rates.py.
+TRIALS, NOMINAL = 120, 0.05
 DRAWS = 59
 LABELS = torch.arange(WINDOWS).repeat_interleave(LENGTH)
 
@@ -158,12 +159,16 @@ def at_most_nominal(flagged: int, trials: int) -> bool:
 def test_signal_free_coupled_gradients_are_not_called_tangent(kind: str) -> None:
     found = [trial(NULLS[kind], seed, coupled=True) for seed in range(TRIALS)]
     assert at_most_nominal(sum(one.p <= NOMINAL for one in found), TRIALS)
-    gains = np.array([one.gain for one in found])
+    permuted = [one.controls["permuted"] for one in found]
+    gains = np.array([one.energy.value / control.value for one, control in zip(found, permuted, strict=True)])
     assert abs(gains.mean() - 1) < 4 * gains.std() / math.sqrt(TRIALS)
+    # The control that decides is never easier.
+    assert all(one.p >= control.p for one, control in zip(found, permuted, strict=True))
     if kind == "independent":
         assert min(one.p for one in found) >= 1 / (DRAWS + 1)
         # p has steps of 1/60: spread out evenly within a step, it is uniform.
-        spread = np.array([one.p for one in found]) - np.random.default_rng(0).uniform(size=TRIALS) / (DRAWS + 1)
+        steps = np.random.default_rng(0).uniform(size=TRIALS) / (DRAWS + 1)
+        spread = np.array([control.p for control in permuted]) - steps
         assert kstest(spread, "uniform").pvalue > 0.001
     # The paper's control calls them so, nearly always.
     assert sum(one.normal_p <= NOMINAL for one in found) / TRIALS > 0.95
@@ -173,10 +178,10 @@ def test_gradients_that_know_of_nothing_but_masks_are_not_called_tangent() -> No
     """As an encoder's are that has learned nothing: masks that differ from window to window would call them so."""
     found = [trial(masked(alike=True), seed, coupled=True) for seed in range(TRIALS)]
     assert at_most_nominal(sum(one.p <= NOMINAL for one in found), TRIALS)
-    excess = np.array([one.excess for one in found])
+    excess = np.array([one.energy.value - one.controls["permuted"].value for one in found])
     assert abs(excess.mean()) < 4 * excess.std() / math.sqrt(TRIALS)
     apart = [trial(masked(alike=False), seed, coupled=True) for seed in range(60)]
-    assert sum(one.p <= NOMINAL for one in apart) > 40
+    assert sum(one.controls["permuted"].p <= NOMINAL for one in apart) > 40
 
     def follow(chance: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
         """The same, and what is taught goes with the states along their second to fourth axes."""

@@ -218,8 +218,8 @@ def uncoupled_alignment(
     given); `states` are those of the same tokens.
     """
     settings = {"documents": documents, "controls": controls, "draws": draws, "seed": seed, "untrained": untrained}
-    same = states[None] if states is not None and states.shape == rows.shape else None
-    found = uncoupled_alignments(rows[None], [[proxy]], states=same, **settings)[0][0]
+    stacked = states[None] if states is not None and states.shape == rows.shape else None
+    found = uncoupled_alignments(rows[None], [[proxy]], states=stacked, **settings)[0][0]
     if states is None:
         return found
     return replace(found, variance_gain=found.energy.value / variance_share(states, proxy.basis))
