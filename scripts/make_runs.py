@@ -75,7 +75,8 @@ def trainings() -> list[Training]:
             for exponent in EXPONENTS
             for seed in SEEDS
         ]
-    return found
+    # The longest first.
+    return sorted(found, key=lambda one: ("-a" in one.name, not one.name.startswith("large")))
 
 
 def measurements() -> list[Measurement]:
