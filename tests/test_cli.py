@@ -128,7 +128,7 @@ def test_words_that_mean_nothing_are_usage_errors() -> None:
 def test_every_setting_has_a_flag() -> None:
     known = set(inspect.signature(spec_flags).parameters)
     # What a model is and where it comes from is said otherwise; earlier proxies are found by --follow.
-    others = {"model", "revision", "weights", "run", "step", "corpus_hash", "proxy_from"}
+    others = {"model", "revision", "weights", "run", "step", "corpus_hash", "proxy_from", "unknown_fields"}
     assert {item.name for item in fields(an.Spec)} == known | others
 
 

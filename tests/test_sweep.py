@@ -130,7 +130,7 @@ def test_several_corpora_share_a_loaded_checkpoint(
 
 
 def test_unknown_engines_and_stdin_on_other_hosts_are_refused(specs: list[Spec], tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match="there are local, processes, ray, slurm"):
+    with pytest.raises(SpecError, match="must be one of local, processes, ray, slurm"):
         run_sweep(specs, tmp_path, "dask")
     with pytest.raises(SpecError, match="standard input"):
         run_sweep([Spec(model="m", corpus="-")], tmp_path, "processes")

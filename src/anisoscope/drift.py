@@ -108,7 +108,7 @@ def _interval_spec(spec: Spec, corpus: Corpus, earlier: Checkpoint, later: Check
         )
         for end in (earlier, later)
     ]
-    return replace(ends[1], controls=(f"from={ends[0].weights}",))
+    return replace(ends[1], proxy_from=f"from={ends[0].weights}")
 
 
 def _align_updates(rows: RowUpdates, states: Float[Tensor, "n d"], spec: Spec) -> Alignment:

@@ -176,8 +176,13 @@ def finite(value: float | None) -> float | None:
 
 
 def above_zero(value: float | None) -> float | None:
-    """Refuse numbers that are not above 0: a callback of flags."""
-    if finite(value) is not None and value <= 0:  # pyright: ignore[reportOptionalOperand]
+    """Refuse what is not a finite number above 0: a callback of flags."""
+    return above_zero_or_inf(finite(value))
+
+
+def above_zero_or_inf(value: float | None) -> float | None:
+    """Refuse nan and numbers that are not above 0, where inf means no limit: a callback of flags."""
+    if value is not None and not value > 0:
         raise typer.BadParameter(f"{value} is not above 0.")
     return value
 

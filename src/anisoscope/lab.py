@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
+from anisoscope.atomic import write_file
 from anisoscope.corpora import Corpus
 from anisoscope.errors import SpecError
 from anisoscope.large_files import lengths_of
@@ -326,7 +327,7 @@ def save_tokenizer(tokenizer: Any, folder: Path) -> None:
     settings = json.loads(path.read_text("utf-8"))
     if settings["tokenizer_class"] == "TokenizersBackend":
         settings["tokenizer_class"] = "PreTrainedTokenizerFast"
-        path.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", "utf-8")
+        write_file(path, json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
 
 
 def _sample(corpus: Corpus, vocabulary: int) -> list[str]:

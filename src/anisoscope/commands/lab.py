@@ -12,7 +12,7 @@ import typer
 from anisoscope.commands.shared import PARTLY, Config, Debug, Json, app, reporting, say
 from anisoscope.conditions import parse
 from anisoscope.errors import SpecError
-from anisoscope.flags import above_zero, finite, words
+from anisoscope.flags import above_zero, above_zero_or_inf, finite, words
 from anisoscope.lab import Recipe
 from anisoscope.presets import check_preset
 from anisoscope.records import Spec
@@ -64,7 +64,8 @@ def train(
     ] = None,
     watch_steps: Annotated[int, typer.Option(min=1, help="Steps measured live, evenly spaced in log step.")] = 32,
     budget: Annotated[
-        float, typer.Option(callback=above_zero, help="Share of training time that measuring may take.")
+        float,
+        typer.Option(callback=above_zero_or_inf, help="Share of training time that measuring may take; inf: no limit."),
     ] = 0.02,
     stop_if: Annotated[
         list[str] | None, typer.Option(help="Stop where 'leading_variance[final_norm] > 0.9 for 3' holds; repeatable.")
