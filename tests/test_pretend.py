@@ -18,6 +18,8 @@ from anisoscope.models import Model, load_model
 from anisoscope.past import Past
 from anisoscope.probed import Probed, ProbeRow
 from anisoscope.probes import draw_probe
+from anisoscope.records import Site
+from anisoscope.scratch import InMemory, Matrices
 
 pytestmark = pytest.mark.skipif(has_triton(), reason="kernels of a real GPU would be asked to do what it pretends")
 
@@ -44,7 +46,10 @@ def sent(probed: Probed) -> Probed:
         return replace(one, values=one.values.to(DEVICE), gradients=one.gradients.to(DEVICE))
 
     there = replace(probed)
-    there.__dict__["fit_states"] = {site: states.to(DEVICE) for site, states in probed.fit_states.items()}
+    states: Matrices[Site] = Matrices(probed.fit_states.rows)
+    # Not written: there is no memory of a GPU to be asked for.
+    states._places.update({site: InMemory(one.to(DEVICE)) for site, one in probed.fit_states.items()})
+    there.__dict__["fit_states"] = states
     for name in ("gradients", *(["shuffled_gradients"] if probed.spec.controls else [])):
         shown = getattr(probed, name)
         there.__dict__[name] = replace(

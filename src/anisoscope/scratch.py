@@ -28,7 +28,9 @@ Name = TypeVar("Name", bound=Hashable)
 
 
 @dataclass(frozen=True, eq=False)
-class _InMemory:
+class InMemory:
+    """A matrix that stays where it was made."""
+
     matrix: Tensor
 
 
@@ -49,7 +51,7 @@ class Matrices(Mapping[Name, Tensor]):
 
     def __init__(self, rows: int) -> None:
         self.rows = rows
-        self._places: dict[Name, _InMemory | _InFile] = {}
+        self._places: dict[Name, InMemory | _InFile] = {}
         self._kept = 0
         self._size = 0
         self._file = None
@@ -63,12 +65,12 @@ class Matrices(Mapping[Name, Tensor]):
     def width(self, name: Name) -> int:
         """Columns of a matrix, without reading it."""
         place = self._places[name]
-        return place.matrix.shape[1] if isinstance(place, _InMemory) else place.width
+        return place.matrix.shape[1] if isinstance(place, InMemory) else place.width
 
     def write(self, name: Name, rows: slice, part: Tensor) -> None:
         """Some rows of a matrix, (rows, width); written twice, the later ones stay."""
         place = self._places.get(name) or self._add(name, part)
-        if isinstance(place, _InMemory):
+        if isinstance(place, InMemory):
             place.matrix[rows] = part
             return
         assert self._file is not None
@@ -89,7 +91,7 @@ class Matrices(Mapping[Name, Tensor]):
 
     def __getitem__(self, name: Name) -> Tensor:
         place = self._places[name]
-        if isinstance(place, _InMemory):
+        if isinstance(place, InMemory):
             return place.matrix
         assert self._file is not None
         matrix = torch.empty(self.rows, place.width, dtype=place.dtype, device=place.device)
@@ -105,11 +107,11 @@ class Matrices(Mapping[Name, Tensor]):
                 some.copy_(room)
         return matrix
 
-    def _add(self, name: Name, part: Tensor) -> _InMemory | _InFile:
+    def _add(self, name: Name, part: Tensor) -> InMemory | _InFile:
         width, size = part.shape[1], self.rows * part.shape[1] * part.element_size()
         if self._kept + size <= _most_kept(part.device):
             self._kept += size
-            self._places[name] = _InMemory(part.new_empty(self.rows, width))
+            self._places[name] = InMemory(part.new_empty(self.rows, width))
         else:
             if self._file is None:
                 self._file = tempfile.TemporaryFile(prefix="anisoscope-")  # noqa: SIM115
