@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anisoscope.claims.enrichment import simes
+from anisoscope.claims.resampling import simes
 from anisoscope.tangent.controls import energy_of, second_moment
 from anisoscope.tangent.energies import (
     COUPLED_CONTROLS,

@@ -89,7 +89,7 @@ def test_wrong_requests_are_usage_errors(tmp_path: Path, corpus_file: Path) -> N
         (["--seed", "-1"], "--seed"),
         (["--corpus", ""], "--corpus"),
         (["--watch-steps", "0"], "--watch-steps"),
-        (["--max-seconds", "-1"], "max_seconds"),
+        (["--max-seconds", "-1"], "--max-seconds"),
     ):
         done = call("train", "--corpus", corpus_file, *TINY, *words, "-o", tmp_path / "never")
         assert done.exit_code == 2, (words, done.stderr, done.stdout)

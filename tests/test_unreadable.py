@@ -94,19 +94,19 @@ def test_a_model_that_cannot_be_loaded_is_one_sentence(
 
 
 @pytest.mark.parametrize(
-    ("name", "code", "reason"),
+    ("name", "code", "reasons"),
     [
-        ("a" * 5000, 1, "5000 characters"),
-        ("a/" * 2500, 1, "5000 characters"),
-        ("loop", 1, "symbolic links"),
-        ("", 2, "is empty"),
-        ("  ", 2, "is empty"),
-        ("sur\udcff", 2, "not UTF-8"),
+        ("a" * 5000, 1, ("5000 characters",)),
+        ("a/" * 2500, 1, ("5000 characters",)),
+        ("loop", 1, ("symbolic links",)),
+        ("", 2, ("is empty", "must be the name of a model")),
+        ("  ", 2, ("is empty", "must be the name of a model")),
+        ("sur\udcff", 2, ("not UTF-8", "in UTF-8")),
     ],
     ids=["long", "deep", "loop", "empty", "blank", "no UTF-8"],
 )
 def test_a_name_that_cannot_be_a_model_is_one_sentence(
-    name: str, code: int, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, code: int, reasons: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("loop").symlink_to("loop")
@@ -114,7 +114,7 @@ def test_a_name_that_cannot_be_a_model_is_one_sentence(
     for words in (["measure"], ["doctor"], ["ls", "checkpoints"], ["sweep", "-o", "store"]):
         found, output = run(*words, name)
         assert (found, "unexpected" in output) == (code, False), output
-        assert reason in output
+        assert any(reason in output for reason in reasons), output
         assert len(output) < 600
 
 
