@@ -187,6 +187,7 @@ def test_foreign_files_are_named_and_passed_over(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.parquet")
     (tmp_path / "link.parquet").symlink_to("nowhere")
     (tmp_path / "zero.parquet").symlink_to("/dev/zero")
+    (tmp_path / "text.parquet").write_text("hello")
     found = Store(tmp_path)
     assert found.keys() == {unit.key}
     assert rows_of(found.table()) == rows_of(before)
@@ -196,9 +197,26 @@ def test_foreign_files_are_named_and_passed_over(tmp_path: Path) -> None:
         "foreign.parquet",
         "link.parquet",
         "pipe.parquet",
+        "text.parquet",
         "zero.parquet",
     ]
     assert all("is no result of anisoscope" in problem for problem in problems)
+
+
+def test_a_folder_in_the_place_of_a_result_is_named_as_one_and_leaves_no_open_file(tmp_path: Path) -> None:
+    store, unit = Store(tmp_path), make_unit()
+    path = tmp_path / f"{unit.key}.parquet"
+    path.mkdir()
+    before = len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").is_dir() else 0
+    for _ in range(5):
+        assert store.problems() == [f"{path.name} is no result of anisoscope: it is a folder; it is not read"]
+    assert not before or len(os.listdir("/proc/self/fd")) == before
+    with pytest.raises(StoreError, match=r"a folder has that name; move it elsewhere"):
+        store.put(unit)
+    assert path.is_dir()
+    path.rmdir()
+    store.put(unit)
+    assert store.keys() == {unit.key}
 
 
 def test_names_that_are_not_utf_8_do_not_stop_a_report(tmp_path: Path) -> None:

@@ -45,6 +45,9 @@ class UnusableFileError(StoreError):
     """A file in a run folder that is not read as a result, and why."""
 
     def __init__(self, name: str, verdict: Verdict, reason: str) -> None:
+        if verdict == "damaged" and not re.fullmatch(r"[0-9a-f]{20}\.parquet", name):
+            # No command measures what has such a name.
+            verdict = "foreign"
         super().__init__(_SENTENCES[verdict].format(name=printable(name), reason=reason))
         self.name, self.verdict = name, verdict
 
@@ -141,11 +144,15 @@ def attachment_name(key: str, sha256: str) -> str:
 def read_regular_file(path: Path) -> tuple[bytes, Stamp]:
     """The content of a file with its size and time; anything but a file is refused, and no pipe is waited for."""
     handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
-    with open(handle, "rb") as file:
+    # By the handle, not `open(path)`: of a folder that would say a number in place of its name, and leave it open.
+    try:
         status = os.fstat(handle)
         if not stat.S_ISREG(status.st_mode):
             raise IsADirectoryError(f"it is a {'folder' if stat.S_ISDIR(status.st_mode) else 'pipe or device'}")
-        return file.read(), stamp_of(status)
+        with open(handle, "rb", closefd=False) as file:
+            return file.read(), stamp_of(status)
+    finally:
+        os.close(handle)
 
 
 def stamp_of(status: os.stat_result) -> Stamp:

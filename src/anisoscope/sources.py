@@ -172,7 +172,8 @@ def identifying_files(folder: Path) -> list[str]:
     weights = weight_files(folder, names)
     if not weights:
         inside = sorted(item.name for item in folder.iterdir() if item.is_dir())
-        hint = f"; it holds {', '.join(inside[:3])} ...: sweep them, or name one as revision" if inside else ""
+        some = ", ".join(inside[:3]) + (" ..." if len(inside) > 3 else "")
+        hint = f" It holds {some}: if they are checkpoints, sweep it or name one of them." if inside else ""
         raise ModelError(f"{folder} has no weight files (*.safetensors): is it the folder of a saved model?{hint}")
     return weights + sorted(name for name in names if can_matter(name) and name not in weights)
 

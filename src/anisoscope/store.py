@@ -441,6 +441,8 @@ class Store:
                 os.close(handle)
         except FileExistsError:
             raise StoreError(f"cannot write to the run folder {self.folder}: it is a file") from None
+        except IsADirectoryError as error:
+            raise StoreError(f"cannot write {path}: a folder has that name; move it elsewhere") from error
         except OSError as error:
             raise StoreError(f"cannot write to the run folder {self.folder}: {error}") from error
         finally:

@@ -157,5 +157,6 @@ def _fitting_length(spec: Spec, model: Model) -> int:
     positions = getattr(getattr(model.module, "config", None), "max_position_embeddings", None)
     limit = min(positions or spec.seq_len, getattr(model.tokenizer, "model_max_length", None) or spec.seq_len)
     if spec.seq_len > limit:
-        raise SpecError(f"seq_len is {spec.seq_len}, and {spec.model} has {limit} positions; ask for at most that")
+        has = f"{spec.model} has {limit} positions"
+        raise SpecError(f"seq_len (--seq-len) is {spec.seq_len}, and {has}; example: --seq-len {limit}")
     return spec.seq_len
