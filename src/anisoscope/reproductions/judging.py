@@ -168,11 +168,10 @@ def _combined(claim: Claimed, evidence: Sequence[Verdict]) -> tuple[str, str]:
     told = f"{counts[True]} hold, {counts[False]} do not, {counts[None]} are inconclusive." if len(answers) > 1 else ""
     holds = False if counts[False] else None if counts[None] else True
     if not claim.negated:
-        if holds and any(one.before_training for one in evidence):
-            return (
-                PRESENT,
-                f"{told} The untrained model (step 0) passes the same test: training did not bring it.".strip(),
-            )
+        early = [one.subject for one in evidence if one.before_training]
+        if holds and early:
+            where = "The untrained model" if len(early) == len(evidence) else f"Untrained, {', '.join(early)}"
+            return PRESENT, f"{told} {where} (step 0) passes the same test: training did not bring it there.".strip()
         return {True: REPRODUCED, False: FAILED, None: OPEN}[holds], told
     if claim.existential:
         shown = "One that does not is enough." if counts[False] else "Models that do are no evidence against it."
