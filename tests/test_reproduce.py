@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,12 @@ from hub import Hub
 from shell import Shell
 from typer.testing import CliRunner
 
+from anisoscope.claims import judge
 from anisoscope.cli import app
 from anisoscope.columns import SCHEMA
 from anisoscope.protocols import load_protocol
 from anisoscope.reproductions import PAPERS, Outcome, find_paper, judge_paper
+from anisoscope.reproductions.judging import _combined
 from anisoscope.reproductions.nouns import Claimed, Paper, Reading, View
 from anisoscope.reproductions.plans import plan_recipes, plan_settings, published
 from anisoscope.reproductions.showing import print_listed, print_outcomes
@@ -475,3 +478,14 @@ def save_tiny(folder: Path, corpus_file: Path) -> dict[str, Path]:
         build(config).save_pretrained(saved[name])
         tokenizers[kind].save_pretrained(saved[name])
     return saved
+
+
+def test_models_that_pass_before_training_are_named() -> None:
+    claim = Claimed(name="a", predicts="", where="")
+    first, second = (replace(one, holds=True) for one in judge(kinds(BELL, FLAT))[:2])
+    assert _combined(claim, [first, second])[0] == "reproduced"
+    some = _combined(claim, [first, replace(second, subject="model-b", before_training=True)])
+    assert some[0] == "present before training"
+    assert "Untrained, model-b (step 0) passes the same test: training did not bring it there." in some[1]
+    every = [replace(one, before_training=True) for one in (first, second)]
+    assert "The untrained model (step 0)" in _combined(claim, every)[1]
