@@ -844,3 +844,27 @@ def test_verdicts_are_json_without_nan() -> None:
 def test_claims_load_no_torch() -> None:
     code = "import sys, anisoscope.claims; assert not {'torch', 'transformers', 'scipy'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_one_run_with_two_pools_is_fitted_but_not_resampled(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("an interval that covers sampling inside pools only was bootstrapped")
+
+    monkeypatch.setattr("anisoscope.claims.trainings.bound_rise_and_fall", refuse)
+    found = [
+        row
+        for number, (step, level) in enumerate(zip(STEPS, RISES_FALLS, strict=True))
+        for row in rows(
+            noisy(np.full(5, level), 0.05, batches=8, seed=number),
+            model="m",
+            step=step,
+            metric="twonn",
+            population="types",
+        )
+    ]
+    whole, _ = judge(table(found))
+    assert whole.holds is None
+    assert math.isnan(whole.p) and math.isnan(whole.interval[0])
+    assert "to step 2000 and then falls" in whole.text
+    assert "with 2 pools (of 3 needed)" in whole.text
+    assert whole.details["rise"] > whole.effect == whole.details["fall"] == pytest.approx(5, abs=0.2)

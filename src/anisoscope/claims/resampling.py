@@ -8,7 +8,7 @@ for one model does not depend on which others are judged with it.
 import math
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -53,13 +53,15 @@ class Peak:
 
     effect: float
     """The smaller of rise and fall."""
-    interval: tuple[float, float]
-    p: float
+    interval: tuple[float, float] = (math.nan, math.nan)
+    """NaN where it was not tested."""
+    p: float = math.nan
     rise: float
     fall: float
     place: int
     """Index of the highest member of the fit."""
-    place_interval: tuple[int, int]
+    place_interval: tuple[int, int] | None = None
+    """None where it was not tested."""
     start: int
     """Index of the early minimum after which the rise is judged; 0 where the series does not begin with a fall."""
     early_fall: float
@@ -395,15 +397,26 @@ def bound_rise_and_fall(
     again = fit_after_fall(series + wider * moved, last_start, least_fall)
     low, high = np.quantile(np.minimum(again.rise, again.fall), (tail / 2, 1 - tail / 2))
     first, last = np.quantile(again.place, (tail / 2, 1 - tail / 2), method="nearest")
+    return replace(
+        _peak_of(fit),
+        interval=(float(low) if p <= tail else 0.0, float(high)),
+        p=p,
+        place_interval=(int(first), int(last)),
+    )
+
+
+def fit_peak(series: np.ndarray, *, last_start: int, least_fall: float) -> Peak:
+    """The fit of `bound_rise_and_fall` to a series, without its test."""
+    return _peak_of(fit_after_fall(series[None, :], last_start, least_fall))
+
+
+def _peak_of(fit: "Unimodal") -> Peak:
     rise, fall = float(fit.rise[0]), float(fit.fall[0])
     return Peak(
         effect=min(rise, fall),
-        interval=(float(low) if p <= tail else 0.0, float(high)),
-        p=p,
         rise=rise,
         fall=fall,
         place=int(fit.place[0]),
-        place_interval=(int(first), int(last)),
         start=int(fit.start[0]),
         early_fall=float(fit.early_fall[0]),
     )
