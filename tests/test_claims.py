@@ -24,6 +24,7 @@ from anisoscope.claims.resampling import (
     bound_peak,
     bound_rise_and_fall,
     design_effect,
+    fit_after_fall,
     held_out_peak,
     holm,
     pool_numbers,
@@ -844,3 +845,52 @@ def test_verdicts_are_json_without_nan() -> None:
 def test_claims_load_no_torch() -> None:
     code = "import sys, anisoscope.claims; assert not {'torch', 'transformers', 'scipy'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_one_run_with_two_pools_is_fitted_but_not_resampled(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("an interval that covers sampling inside pools only was bootstrapped")
+
+    monkeypatch.setattr("anisoscope.claims.trainings.bound_rise_and_fall", refuse)
+    found = [
+        row
+        for number, (step, level) in enumerate(zip(STEPS, RISES_FALLS, strict=True))
+        for row in rows(
+            noisy(np.full(5, level), 0.05, batches=8, seed=number),
+            model="m",
+            step=step,
+            metric="twonn",
+            population="types",
+        )
+    ]
+    whole, _ = judge(table(found))
+    assert whole.holds is None
+    assert math.isnan(whole.p)
+    assert math.isnan(whole.interval[0])
+    assert "to step 2000 and then falls" in whole.text
+    assert "with 2 pools (of 3 needed)" in whole.text
+    assert whole.details["rise"] > whole.effect == whole.details["fall"] == pytest.approx(5, abs=0.2)
+
+
+def test_the_start_of_a_fit_is_the_best_of_all_starts() -> None:
+    def residuals(part: np.ndarray, *, increasing: bool) -> float:
+        return float(((isotonic_regression(part, increasing=increasing).x - part) ** 2).sum()) if len(part) else 0.0
+
+    random = np.random.default_rng(5)
+    series = np.concatenate(
+        [random.normal(size=(15, 10)), random.integers(0, 3, size=(15, 10)), random.normal(size=(15, 10)).cumsum(1)]
+    )
+    fits = fit_after_fall(series, 6, 0.0)
+    for row, one in enumerate(series):
+        errors = [
+            residuals(one[:start], increasing=False)
+            + min(
+                residuals(one[start:peak], increasing=True) + residuals(one[peak:], increasing=False)
+                for peak in range(start, len(one) + 1)
+            )
+            for start in range(7)
+        ]
+        start = int(fits.start[row])
+        assert errors[start] == pytest.approx(min(errors), abs=1e-12)
+        before = residuals(one[:start], increasing=False)
+        assert fits.error[row] == pytest.approx(errors[start] - before, abs=1e-12)

@@ -13,6 +13,7 @@ import fnmatch
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -88,6 +89,7 @@ def look_up(table: Mapping[str, T], model: str) -> T | None:
     return next((value for pattern, value in table.items() if fnmatch.fnmatchcase(model, pattern)), None)
 
 
+@lru_cache(maxsize=65_536)
 def training_order(
     stage: str | None, step: int | None, revision: str | None
 ) -> tuple[int, NaturalKey, int, NaturalKey]:

@@ -19,6 +19,8 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from operator import attrgetter
 from statistics import NormalDist
 from typing import Any
 
@@ -73,6 +75,18 @@ class Course:
         """Of its checkpoints."""
         return [_step(one) for one in self.checkpoints]
 
+    @cached_property
+    def by_ours(self) -> "Enriched":
+        """Which checkpoints are enriched under our control."""
+        smallest = CLAIMS["emerges early"].smallest_effect
+        return _enriched(self, "tangent_excess", 0.0, smallest, beyond_start=True)
+
+    @cached_property
+    def by_paper(self) -> "Enriched":
+        """Which checkpoints are enriched under the paper's control."""
+        smallest = CLAIMS[f"emerges early{PAPER}"].smallest_effect
+        return _enriched(self, "normal_ratio", 1.0, smallest, beyond_start=False)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
@@ -105,10 +119,10 @@ def judge_learning(table: pa.Table, how: Resampling) -> Iterator[tuple[Subject, 
     for course in read_courses(table):
         families[(*course.place, family_of(course.model))].append(course)
     tests: dict[str, tuple[str, Callable[[Course, Resampling], Answer | None]]] = {
-        "emerges early": ("tangent_excess", _over_training(_when, _by_ours, _NO_MORE)),
-        f"emerges early{PAPER}": ("normal_ratio", _over_training(_when, _by_paper, _NONE)),
-        "persists": ("tangent_excess", _over_training(_lasts, _by_ours, _NO_MORE)),
-        f"persists{PAPER}": ("normal_ratio", _over_training(_lasts, _by_paper, _NONE)),
+        "emerges early": ("tangent_excess", _over_training(_when, attrgetter("by_ours"), _NO_MORE)),
+        f"emerges early{PAPER}": ("normal_ratio", _over_training(_when, attrgetter("by_paper"), _NONE)),
+        "persists": ("tangent_excess", _over_training(_lasts, attrgetter("by_ours"), _NO_MORE)),
+        f"persists{PAPER}": ("normal_ratio", _over_training(_lasts, attrgetter("by_paper"), _NONE)),
         "grows with frequency": ("tangent_frequency_trend", _grows_with_frequency),
         "curvature is attenuated by frequency bias": ("frequency_attenuation", _attenuated),
     }
@@ -215,12 +229,13 @@ def _enriched(course: Course, metric: str, chance: float, smallest: float, *, be
     """Adjusted p of each checkpoint: of most of its blocks being enriched and, by our control, more than untrained."""
     untrained = course.untrained if beyond_start else None
     found, excesses = [], []
+    start = [row["value"] for row in (untrained or {}).get(metric, {}).values() if not math.isnan(row["value"])]
+    # A mean below chance at step 0 is no credit: what training adds is counted from chance.
+    level_at_start = max(0.0, float(np.mean(start))) if start else 0.0
     for one in course.checkpoints:
         blocks = one.get(metric, {})
         values = [row["value"] for row in blocks.values() if not math.isnan(row["value"])]
-        start = [row["value"] for row in (untrained or {}).get(metric, {}).values() if not math.isnan(row["value"])]
-        # A mean below chance at step 0 is no credit: what training adds is counted from chance.
-        excess = float(np.mean(values)) - (max(0.0, float(np.mean(start))) if start else 0.0) if values else math.nan
+        excess = float(np.mean(values)) - level_at_start if values else math.nan
         p_values = [_p_beyond(row, chance) for row in blocks.values()]
         if untrained is not None:
             grown = [p_of_growth(site, untrained, one, metric) for site in blocks]
@@ -305,14 +320,6 @@ def _lasts(course: Course, found: Enriched, how: Resampling, nothing: str) -> An
         says=f"{later} of {len(enriched) - first - 1} after step {course.steps()[first]} are enriched, {number(share)} "
         "of the training steps",
     )
-
-
-def _by_ours(course: Course) -> Enriched:
-    return _enriched(course, "tangent_excess", 0.0, CLAIMS["emerges early"].smallest_effect, beyond_start=True)
-
-
-def _by_paper(course: Course) -> Enriched:
-    return _enriched(course, "normal_ratio", 1.0, CLAIMS[f"emerges early{PAPER}"].smallest_effect, beyond_start=False)
 
 
 def _over_training(

@@ -8,7 +8,7 @@ for one model does not depend on which others are judged with it.
 import math
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Any
 
@@ -53,13 +53,15 @@ class Peak:
 
     effect: float
     """The smaller of rise and fall."""
-    interval: tuple[float, float]
-    p: float
+    interval: tuple[float, float] = (math.nan, math.nan)
+    """NaN where it was not tested."""
+    p: float = math.nan
     rise: float
     fall: float
     place: int
     """Index of the highest member of the fit."""
-    place_interval: tuple[int, int]
+    place_interval: tuple[int, int] | None = None
+    """None where it was not tested."""
     start: int
     """Index of the early minimum after which the rise is judged; 0 where the series does not begin with a fall."""
     early_fall: float
@@ -395,15 +397,26 @@ def bound_rise_and_fall(
     again = fit_after_fall(series + wider * moved, last_start, least_fall)
     low, high = np.quantile(np.minimum(again.rise, again.fall), (tail / 2, 1 - tail / 2))
     first, last = np.quantile(again.place, (tail / 2, 1 - tail / 2), method="nearest")
+    return replace(
+        _peak_of(fit),
+        interval=(float(low) if p <= tail else 0.0, float(high)),
+        p=p,
+        place_interval=(int(first), int(last)),
+    )
+
+
+def fit_peak(series: np.ndarray, *, last_start: int, least_fall: float) -> Peak:
+    """The fit of `bound_rise_and_fall` to a series, without its test."""
+    return _peak_of(fit_after_fall(series[None, :], last_start, least_fall))
+
+
+def _peak_of(fit: "Unimodal") -> Peak:
     rise, fall = float(fit.rise[0]), float(fit.fall[0])
     return Peak(
         effect=min(rise, fall),
-        interval=(float(low) if p <= tail else 0.0, float(high)),
-        p=p,
         rise=rise,
         fall=fall,
         place=int(fit.place[0]),
-        place_interval=(int(first), int(last)),
         start=int(fit.start[0]),
         early_fall=float(fit.early_fall[0]),
     )
@@ -433,67 +446,95 @@ def fit_after_fall(series: np.ndarray, last_start: int, least_fall: float) -> Un
 
     The start is where the residuals of the falling part and of the unimodal part are smallest together. A row whose
     early fall is less than `least_fall` is fitted from its first member on.
+
+    Residuals of rising fits have the Monge property: with R(a, b) those of members a to b - 1, and a ≤ b ≤ c ≤ d,
+
+        R(a, c) + R(b, d) ≤ R(a, d) + R(b, c)
+
+    So a start that is no better than an earlier one where the series rises to its end is better nowhere, and the fit
+    from one start cannot be better than what it is without the last part, and without the first, leave together. Few
+    starts of a row remain, and only those are fitted.
     """
     rows, length = series.shape
-    # All parts in one call: the series from each possible start on (what stands beyond its end is not read), backwards
-    # for the falling part after the peak, and negated for the early fall.
-    shifted = [np.hstack([series[:, start:], series[:, :start]]) for start in range(last_start + 1)]
-    parts = rising_prefixes(np.vstack([*shifted, series[:, ::-1], -series]))
-    after_peak = [part[-2 * rows : -rows, ::-1] for part in parts]
-    fits = []
-    for start in range(last_start + 1):
-        left = [part[start * rows : (start + 1) * rows, : length - start] for part in parts]
-        fits.append(_join(left, [part[:, start:] for part in after_peak]))
+    # Backwards for the falling part after the peak.
+    parts = rising_prefixes(np.vstack([series, series[:, ::-1]]))
+    right = [part[rows:, ::-1] for part in parts]
+    left = [part[:rows] for part in parts]
+    whole = _join(left, right, np.zeros(rows, int))
     if not last_start:
-        return fits[0]
-    falling = [part[-rows:] for part in parts]
-    errors = np.stack([fit.error + (falling[0][:, start - 1] if start else 0.0) for start, fit in enumerate(fits)])
-    start = errors.argmin(0)
-    everyone = np.arange(rows)
-    first = np.stack([fit.first for fit in fits])[start, everyone]
-    early_fall = np.where(start > 0, -falling[1][everyone, start - 1] - first, 0.0)
-    start = np.where(early_fall >= least_fall, start, 0)
+        return whole
+    falling, highest, _ = rising_prefixes(-series[:, :last_start])
+    early = np.hstack([np.zeros((rows, 1)), falling])
+    to_end = early + rising_prefixes(-series[:, ::-1])[0][:, ::-1][:, : last_start + 1]
+    from_start = np.hstack([np.zeros((rows, 1)), left[0]]) + np.hstack([right[0], np.zeros((rows, 1))])
+    to_peak = np.minimum.accumulate(from_start[:, ::-1], axis=1)[:, ::-1][:, : last_start + 1]
+    least = to_end + to_peak - left[0][:, -1:]
+    # What rounding can add, so that the best start is the one that all fits would have named.
+    rounding = 1e-9 * (to_end + to_peak)
+    least -= rounding
+    earlier = np.minimum.accumulate(to_end, axis=1)[:, :-1]
+    least[:, 1:][to_end[:, 1:] - rounding[:, 1:] > earlier] = np.inf
+    # The whole row is fitted already.
+    least[:, 0] = np.inf
+    best = whole.error.copy()
+    fits, owners = [whole], [np.arange(rows)]
+    # The most promising start of each row, then all that can still be better.
+    for likeliest in (True, False):
+        possible = least < best[:, None]
+        if likeliest:
+            possible &= np.arange(last_start + 1) == least.argmin(1)[:, None]
+        row, start = np.nonzero(possible)
+        if len(row):
+            shifted = series[row[:, None], (start[:, None] + np.arange(length)) % length]
+            fit = _join(rising_prefixes(shifted), [part[row] for part in right], start)
+            np.minimum.at(best, row, fit.error + early[row, start])
+            least[row, start] = np.inf
+            fits.append(fit)
+            owners.append(row)
+    found = {field.name: np.concatenate([getattr(fit, field.name) for fit in fits]) for field in fields(Unimodal)}
+    owner, start = np.concatenate(owners), found["start"]
+    in_order = np.lexsort((start, found["error"] + early[owner, start], owner))
+    chosen = in_order[np.flatnonzero(np.diff(owner[in_order], prepend=-1))]
+    start = start[chosen]
+    early_fall = np.where(start > 0, -highest[np.arange(rows), start - 1] - found["first"][chosen], 0.0)
+    kept = early_fall >= least_fall
+    chosen = np.where(kept, chosen, np.arange(rows))
+    found = {name: part[chosen] for name, part in found.items()}
+    found["early_fall"] = np.where(found["start"] > 0, early_fall, 0.0)
+    return Unimodal(**found)
 
-    def chosen(name: str) -> np.ndarray:
-        return np.stack([getattr(fit, name) for fit in fits])[start, everyone]
 
-    names = ("over_rising", "over_falling", "rise", "fall", "first", "error")
-    return Unimodal(
-        **{name: chosen(name) for name in names},
-        place=chosen("place") + start,
-        start=start,
-        early_fall=np.where(start > 0, early_fall, 0.0),
-    )
+def _join(left: Sequence[np.ndarray], right: Sequence[np.ndarray], start: np.ndarray) -> Unimodal:
+    """Each row's best split from its start on into a rising part and a falling part, either of which may be empty.
 
-
-def _join(left: Sequence[np.ndarray], right: Sequence[np.ndarray]) -> Unimodal:
-    """Each row's best split into a rising part and a falling part, either of which may be empty.
-
-    `left` is of the rising fits to its prefixes and `right` of the falling fits to its suffixes: residuals, the value
-    at the outer end, the value at the inner end.
+    `left` is of the rising fits to the prefixes that begin at the start (those beyond the end are not read) and
+    `right` of the falling fits to the suffixes: residuals, the value at the outer end, the value at the inner end.
     """
     rows, length = left[0].shape
     everyone = np.arange(rows)
     nothing = np.zeros((rows, 1))
-    errors = np.hstack([nothing, left[0]]) + np.hstack([right[0], nothing])
+    after = start[:, None] + np.arange(length + 1)
+    right_errors = np.hstack([right[0], nothing])[everyone[:, None], np.minimum(after, length)]
+    errors = np.hstack([nothing, left[0]]) + np.where(after <= length, right_errors, np.inf)
     split = errors.argmin(1)
+    peak_at = start + split
     # The end of an empty part is set to -inf, so that the other part's end is the peak.
     below = np.full((rows, 1), -np.inf)
     left_top = np.hstack([below, left[2]])[everyone, split]
-    right_top = np.hstack([right[2], below])[everyone, split]
+    right_top = np.hstack([right[2], below])[everyone, peak_at]
     peak = np.maximum(left_top, right_top)
-    start = np.where(split > 0, left[1][everyone, np.maximum(split - 1, 0)], peak)
-    end = np.where(split < length, right[1][everyone, np.minimum(split, length - 1)], peak)
+    first = np.where(split > 0, left[1][everyone, np.maximum(split - 1, 0)], peak)
+    end = np.where(peak_at < length, right[1][everyone, np.minimum(peak_at, length - 1)], peak)
     best = errors[everyone, split]
     return Unimodal(
-        over_rising=np.maximum(0.0, errors[:, -1] - best),
+        over_rising=np.maximum(0.0, errors[everyone, length - start] - best),
         over_falling=np.maximum(0.0, errors[:, 0] - best),
-        place=np.where(left_top >= right_top, split - 1, split),
-        rise=peak - start,
+        place=np.where(left_top >= right_top, peak_at - 1, peak_at),
+        rise=peak - first,
         fall=peak - end,
-        first=start,
+        first=first,
         error=best,
-        start=np.zeros(rows, int),
+        start=start,
         early_fall=np.zeros(rows),
     )
 

@@ -6,6 +6,7 @@ log-spaced steps gives the same answer.
 """
 
 import math
+from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -41,6 +42,7 @@ from anisoscope.claims.resampling import (
     Resampling,
     bound_rise_and_fall,
     fit_after_fall,
+    fit_peak,
     rise_and_fall_elsewhere,
     student,
 )
@@ -141,15 +143,16 @@ def gap_in(steps: Sequence[int], measured: Sequence[int]) -> str:
     >>> gap_in([0, 1, 2, 16], [0, 1, 2, 4, 8, 16])
     'no common checkpoint between steps 2 and 16, more than half of the training'
     """
-    end = max(measured)
+    ordered, common, count = sorted(measured), set(steps), len(set(measured))
+    end = ordered[-1]
     inner = [*sorted(steps), *([end] if end > max(steps) else [])]
     for first, last in zip([-1, *inner], inner, strict=False):
-        inside = sum(first < step < last for step in measured) + (last not in steps)
+        inside = bisect_left(ordered, last) - bisect_right(ordered, first) + (last not in common)
         where = f"no common checkpoint between steps {first} and {last}" if first >= 0 else f"none before step {last}"
         if first >= 0 and last - first > _LONGEST * end:
             return f"{where}, more than half of the training"
-        if inside > _MOST_INSIDE * len(set(measured)):
-            return f"{where}, where {inside} of the {len(set(measured))} measured checkpoints lie"
+        if inside > _MOST_INSIDE * count:
+            return f"{where}, where {inside} of the {count} measured checkpoints lie"
     return ""
 
 
@@ -320,25 +323,28 @@ def _after(one: Series, start: int, fall: float) -> tuple[str, dict[str, float]]
 def _run_peaks(one: Series, how: Resampling) -> Finding:
     if short := _too_short(one):
         return Finding(claim="rises then falls", says="the course was not tested", reason=short)
-    last_start, least_fall = _early(one, one.values.mean(0))
-    peak = bound_rise_and_fall(one.values, one.pools, how, last_start=last_start, least_fall=least_fall)
-    step, first, last = (int(one.steps[place]) for place in (peak.place, *peak.place_interval))
+    mean = one.values.mean(0)
+    last_start, least_fall = _early(one, mean)
+    # With too few pools its interval would cover sampling inside pools only, and one run decides nothing.
+    if too_few(one.pools):
+        peak = fit_peak(mean, last_start=last_start, least_fall=least_fall)
+    else:
+        peak = bound_rise_and_fall(one.values, one.pools, how, last_start=last_start, least_fall=least_fall)
     after, details = _after(one, peak.start, peak.early_fall)
+    details = {"rise": peak.rise, "fall": peak.fall, "peak_step": float(one.steps[peak.place]), **details}
+    between = ""
+    if peak.place_interval is not None:
+        first, last = (int(one.steps[end]) for end in peak.place_interval)
+        details |= {"peak_step_low": float(first), "peak_step_high": float(last)}
+        between = f"(between {first} and {last}) "
     return Finding(
         claim="rises then falls",
         effect=peak.effect,
         interval=peak.interval,
         p=peak.p,
-        says=f"{after}it rises by {number(peak.rise)} to step {step} (between {first} and {last}) and then falls by "
+        says=f"{after}it rises by {number(peak.rise)} to step {one.steps[peak.place]} {between}and then falls by "
         f"{number(peak.fall)}",
-        details={
-            "rise": peak.rise,
-            "fall": peak.fall,
-            "peak_step": float(step),
-            "peak_step_low": float(first),
-            "peak_step_high": float(last),
-            **details,
-        },
+        details=details,
     )
 
 
