@@ -1,6 +1,7 @@
 """A training that is watched is the same to the bit; and the comparison fails where something is left behind."""
 
 import contextlib
+import math
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -105,9 +106,11 @@ def test_alignment_inside_a_loop_is_that_of_the_same_weights_outside_it(
         )
         inside = scope.store.get(replace(scope.spec, step=step).key)
         mine = [row for row in inside.records if "fit=" not in (row.variant or "")]
-        assert [row.value for row in mine] == [row.value for row in outside.records]
+        # NaN where a text of so few documents has no permuted control.
+        np.testing.assert_array_equal([row.value for row in mine], [row.value for row in outside.records])
         assert {row.gradient for row in mine} == {"virtual", "activation"}
-        seen.append([row.value for row in mine])
+        seen.append([row.value for row in mine if not math.isnan(row.value)])
+    assert len(seen[0]) > 10
     assert seen[0] != seen[1]
 
 

@@ -88,5 +88,5 @@ def test_the_demo_shows_profiles_dynamics_stages_and_verdicts(tmp_path: Path) ->
     for name in POCKET_SUITE:
         assert f"{name} @ step4096" in done.stdout
         assert f"{name}: means over blocks as training goes on" in done.stdout
-    for shown in ("Through the final norm", "twonn[types]", "Cannot be told from so few models and seeds"):
+    for shown in ("Through the final norm", "twonn[types]", "Inconclusive with so few models and seeds"):
         assert shown in done.stdout

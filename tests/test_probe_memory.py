@@ -127,7 +127,7 @@ def test_where_memory_runs_out_passes_are_halved_and_numbers_stay(
 def test_a_backward_pass_that_runs_out_is_halved_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also with the gradients of embedding rows, which add up over passes: nothing is added twice."""
     model = load_model("pocket-decoder", device="cpu")
-    probe = draw_probe(spec_for(), model.tokenizer, load_corpus("pydoc"))
+    probe = draw_probe(spec_for("alignment"), model.tokenizer, load_corpus("pydoc"))
     plain = capture_gradients(model, probe.test, linears=("*.0.attention.dense",), embedding=True, batch_size=2)
     whole = torch.autograd.grad
 

@@ -335,12 +335,15 @@ def _index(cases: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor]:
 def _document_sums(
     squares: Float[Tensor, "s n k"], keep: Bool[Tensor, "s n"] | None, documents: Int[Tensor, " n"] | None
 ) -> list[Float[Tensor, "_ k"]]:
-    """Sums over the documents of each place, in ascending order; documents without a kept row are left out."""
+    """Sums over the documents of each place, in ascending order, on the CPU; documents without a kept row are left out.
+
+    A GPU is waited for once: the sums of all places are few numbers.
+    """
     several, count, last = squares.shape
     groups = torch.arange(count) if documents is None else documents.cpu()
     kept = torch.ones(several, count) if keep is None else keep.cpu()
-    sums = sum_groups(squares.transpose(0, 1).flatten(1), groups).unflatten(1, (several, last))
-    present = (sum_groups(kept.T.double(), groups) > 0).to(sums.device)
+    sums = sum_groups(squares.transpose(0, 1).flatten(1), groups).unflatten(1, (several, last)).cpu()
+    present = sum_groups(kept.T.double(), groups) > 0
     return [sums[present[:, at], at] for at in range(several)]
 
 
