@@ -459,7 +459,7 @@ def fit_after_fall(series: np.ndarray, last_start: int, least_fall: float) -> Un
     """
     rows, length = series.shape
     nothing = np.zeros((rows, 1))
-    # Backwards for the falling part after the peak, negated for the early fall, both for the part that rises to the end.
+    # Backwards for the fall after the peak, negated for the early fall, both for the part that rises to the end.
     wanted = [series, series[:, ::-1], *([-series, -series[:, ::-1]] if last_start else [])]
     parts = rising_prefixes(np.vstack(wanted))
     left = [part[:rows] for part in parts]
