@@ -877,9 +877,8 @@ def test_the_start_of_a_fit_is_the_best_of_all_starts() -> None:
         return float(((isotonic_regression(part, increasing=increasing).x - part) ** 2).sum()) if len(part) else 0.0
 
     random = np.random.default_rng(5)
-    series = np.concatenate(
-        [random.normal(size=(15, 10)), random.integers(0, 3, size=(15, 10)), random.normal(size=(15, 10)).cumsum(1)]
-    )
+    normal = random.normal(size=(30, 10))
+    series = np.concatenate([normal[:15], random.integers(0, 3, size=(15, 10)), normal[15:].cumsum(1)])
     fits = fit_after_fall(series, 6, 0.0)
     for row, one in enumerate(series):
         errors = [

@@ -20,6 +20,8 @@ POOLED_BATCHES = 4
 MIN_POOLS = 3
 # Standard errors; a bootstrap of batches that are nearly all equal can ask for infinitely many.
 _LARGEST_CRITICAL = 30.0
+# Rows that are fitted together: more do not stay in the processor's cache.
+_ROWS_TOGETHER = 4000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -456,17 +458,19 @@ def fit_after_fall(series: np.ndarray, last_start: int, least_fall: float) -> Un
     starts of a row remain, and only those are fitted.
     """
     rows, length = series.shape
-    # Backwards for the falling part after the peak.
-    parts = rising_prefixes(np.vstack([series, series[:, ::-1]]))
-    right = [part[rows:, ::-1] for part in parts]
+    nothing = np.zeros((rows, 1))
+    # Backwards for the fall after the peak, negated for the early fall, both for the part that rises to the end.
+    wanted = [series, series[:, ::-1], *([-series, -series[:, ::-1]] if last_start else [])]
+    parts = rising_prefixes(np.vstack(wanted))
     left = [part[:rows] for part in parts]
+    right = [part[rows : 2 * rows, ::-1] for part in parts]
     whole = _join(left, right, np.zeros(rows, int))
     if not last_start:
         return whole
-    falling, highest, _ = rising_prefixes(-series[:, :last_start])
-    early = np.hstack([np.zeros((rows, 1)), falling])
-    to_end = early + rising_prefixes(-series[:, ::-1])[0][:, ::-1][:, : last_start + 1]
-    from_start = np.hstack([np.zeros((rows, 1)), left[0]]) + np.hstack([right[0], np.zeros((rows, 1))])
+    falling, highest = (part[2 * rows : 3 * rows, :last_start] for part in parts[:2])
+    early = np.hstack([nothing, falling])
+    to_end = early + parts[0][3 * rows :, ::-1][:, : last_start + 1]
+    from_start = np.hstack([nothing, left[0]]) + np.hstack([right[0], nothing])
     to_peak = np.minimum.accumulate(from_start[:, ::-1], axis=1)[:, ::-1][:, : last_start + 1]
     least = to_end + to_peak - left[0][:, -1:]
     # What rounding can add, so that the best start is the one that all fits would have named.
@@ -544,6 +548,12 @@ def rising_prefixes(series: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndar
 
     Pool adjacent violators, one more member at a time: the last two blocks are joined while they fall.
     """
+    blocks = np.array_split(series, max(1, math.ceil(len(series) / _ROWS_TOGETHER)))
+    errors, firsts, lasts = (np.concatenate(parts) for parts in zip(*map(_rising_prefixes, blocks), strict=True))
+    return errors, firsts, lasts
+
+
+def _rising_prefixes(series: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     rows, length = series.shape
     # Row k of each array describes the prefix of length k: start and mean of its last block, residuals, first value.
     # The blocks before the last are those of the prefix that ends where it starts. Nothing falls below prefix 0.
