@@ -372,7 +372,6 @@ def test_presets_fill_in_what_the_spec_leaves_open(corpus_file: Path, tmp_path: 
         ({"budget": 0.0}, "share of training time"),
         ({"budget": float("nan")}, "share of training time"),
         ({"batch_size": 0}, "batch_size"),
-        ({"when": 100}, r"when is a function of the step; came 100; example: when=anisoscope.every\(100\)"),
         ({"stop_if": "leading_variance > 1"}, "a condition reads"),
         ({"stop_if": "twonn[embed] > 1"}, "can never hold"),
         ({"sinks": ["paper"]}, "unknown sink"),

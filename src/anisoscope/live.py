@@ -91,8 +91,6 @@ class Scope:
         self._directory = Path.cwd()
         folder = Path(store.folder if isinstance(store, Store) else store)
         self.store = store if isinstance(store, Store) and folder.is_absolute() else Store(folder.absolute())
-        if not (when is None or callable(when)):
-            raise SpecError(f"when is a function of the step; came {when!r}; example: when=anisoscope.every(100)")
         self.when = when or log_spaced(300)
         self.gates = [Gate(parse(text), stops=True) for text in _as_list(stop_if)]
         self.gates += [Gate(parse(text), stops=False) for text in _as_list(warn_if)]
