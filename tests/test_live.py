@@ -370,6 +370,8 @@ def test_presets_fill_in_what_the_spec_leaves_open(corpus_file: Path, tmp_path: 
     [
         ({"preset": "luxury"}, "economy, standard, gradients, full"),
         ({"budget": 0.0}, "share of training time"),
+        ({"budget": float("nan")}, "share of training time"),
+        ({"batch_size": 0}, "batch_size"),
         ({"stop_if": "leading_variance > 1"}, "a condition reads"),
         ({"stop_if": "twonn[embed] > 1"}, "can never hold"),
         ({"sinks": ["paper"]}, "unknown sink"),

@@ -33,6 +33,7 @@ from anisoscope.sinks import Board, find_sinks
 from anisoscope.store import Store
 from anisoscope.text import Windows
 from anisoscope.undisturbed import fingerprint, same_chance, undisturbed, unwrap, updates_of, why_unreadable
+from anisoscope.validation import check_setting
 from anisoscope.walk import check_single, check_sites, measure, resolve
 
 log = logging.getLogger("anisoscope.live")
@@ -80,8 +81,9 @@ class Scope:
         `stop_if` sets `should_stop` and `warn_if` only warns, as soon as a condition holds.
         Relative paths are those of the working directory at this moment, wherever the process goes later.
         """
-        if budget <= 0:
+        if not budget > 0:
             raise SpecError(f"budget is a share of training time, above 0 (0.02 is 2 %); came {budget}")
+        check_setting("batch_size", batch_size)
         if steps is not None and steps < 1:
             raise SpecError(f"steps is the number of updates that are planned, at least 1; came {steps}")
         self.spec = fill_in(spec, preset)
