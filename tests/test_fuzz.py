@@ -263,7 +263,7 @@ def damaged_store_is_read(place: Path, harm: list[tuple[str, int, int]], command
     for kind, which, seed in harm:
         files = sorted(path for path in folder.iterdir() if path.is_file() and not path.is_symlink())
         if files:
-            with contextlib.suppress(FileExistsError):
+            with contextlib.suppress(OSError):  # an earlier damage stands in the way
                 DAMAGES[kind](files[which % len(files)], seed)
     name, *rest = command
     run([name, str(folder), *rest])

@@ -341,6 +341,13 @@ def test_a_full_disk_is_one_sentence_and_earlier_checkpoints_stay(recipe: Recipe
     assert train(replace(recipe, checkpoints=20), small_disk / "run", device="cpu").finished
 
 
+def test_a_file_in_the_place_of_the_folder_is_no_full_disk(recipe: Recipe, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for output in (tmp_path / "file", tmp_path / "file" / "run"):
+        with pytest.raises(StoreError, match=r"cannot write to .*Name a folder that can be written with -o$"):
+            train(recipe, output, device="cpu")
+
+
 def test_an_impossible_training_is_refused(recipe: Recipe, tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="twonn cannot be a penalty"):
         train(replace(recipe, regularize={"twonn": 0.1}), tmp_path / "a")

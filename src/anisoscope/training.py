@@ -152,10 +152,11 @@ def _explaining_full_disk(output: Path) -> Iterator[None]:
         full = full or (isinstance(error, RuntimeError) and "writ" in str(error) and _free_bytes(output) < 1 << 16)
         if not full and number not in (errno.EROFS, errno.EACCES, errno.EPERM, errno.EEXIST, errno.ENOTDIR):
             raise
-        reason = "no space left on its disk" if full else str(error)
-        raise StoreError(
-            f"cannot write to {output}: {reason}. Checkpoints written before stay; with room, the same command goes on"
-        ) from error
+        if full:
+            told = "no space left on its disk. Checkpoints written before stay; with room, the same command goes on"
+        else:
+            told = f"{error}. Name a folder that can be written with -o"
+        raise StoreError(f"cannot write to {output}: {told}") from error
 
 
 def _free_bytes(folder: Path) -> int:
