@@ -42,6 +42,8 @@ def last_blocks(table: pa.Table) -> Iterator[tuple[tuple[str, ...], Blocks, Bloc
     rows = table.filter(kept).sort_by([("key", "ascending")])
     groups = group_rows(rows, ("metric", *_IDENTITY, "stage", "step", "revision"))
     series: dict[tuple, dict[Any, list[np.ndarray]]] = defaultdict(lambda: defaultdict(list))
+    # Each selection goes through every chunk of a table.
+    rows = rows.combine_chunks()
     for group, (metric, *others, stage, step, revision) in enumerate(groups.names()):
         identity = (metric, *(name or "" for name in others))
         series[identity][training_order(stage, step, revision)].append(groups.rows(group))

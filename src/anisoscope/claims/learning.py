@@ -236,15 +236,15 @@ def _enriched(course: Course, metric: str, chance: float, smallest: float, *, be
         blocks = one.get(metric, {})
         values = [row["value"] for row in blocks.values() if not math.isnan(row["value"])]
         excess = float(np.mean(values)) - level_at_start if values else math.nan
+        excesses.append(excess)
+        if one is untrained or excess <= smallest:
+            found.append(1.0)
+            continue
         p_values = [_p_beyond(row, chance) for row in blocks.values()]
         if untrained is not None:
             grown = [p_of_growth(site, untrained, one, metric) for site in blocks]
             p_values = [max(p, q) if not math.isnan(q) else math.nan for p, q in zip(p_values, grown, strict=True)]
-        p = most(p_values) if not all(map(math.isnan, p_values)) else math.nan
-        if one is untrained or excess <= smallest:
-            p = 1.0
-        found.append(p)
-        excesses.append(excess)
+        found.append(most(p_values) if not all(map(math.isnan, p_values)) else math.nan)
 
     def later(first: int, second: int) -> float:
         then, now = course.checkpoints[first], course.checkpoints[second]

@@ -60,7 +60,8 @@ def read_profiles(table: pa.Table) -> list[Profile]:
     kept = pc.field("metric").isin([PROFILE_METRIC, DIMENSION_METRIC]) & pc.field("depth").is_valid()
     for name in ("suspect", "bin", "variant"):
         kept = kept & pc.field(name).is_null()
-    rows = table.filter(kept).select([*_IDENTITY, "site", "depth", "values"]).sort_by("depth")
+    columns = [*_IDENTITY, "site", "depth", "values"]
+    rows = table.select([*columns, "suspect", "bin", "variant"]).filter(kept).select(columns).sort_by("depth")
     # `one_setting` left one result file for each checkpoint.
     checkpoints = group_rows(rows, _IDENTITY)
     rows = rows.select(["site", "depth", "values"]).take(pa.array(checkpoints.order))

@@ -24,6 +24,12 @@ from anisoscope.records import without_nan
 from anisoscope.store import name_trainings
 
 OUTCOMES = {True: "holds", False: "does not hold", None: "inconclusive"}
+# What the claims that do not need single batches read.
+_NUMBERS = (
+    *("key", "corpus", "model", "kind", "stack", "stage", "step", "revision", "site", "depth", "suspect"),
+    *("metric", "population", "variant", "bin", "gradient", "proxy", "control"),
+    *("value", "null", "low", "high", "p", "control_value"),
+)
 GRADIENTS = ("virtual", "activation", "linear", "embedding")
 
 
@@ -82,17 +88,21 @@ def judge(table: pa.Table, *, seed: int = 0, resamples: int = 2000, level: float
     """
     table = name_trainings(table)
     how = Resampling(level=level, resamples=resamples, seed=seed)
-    once = one_setting(table.filter(pc.field("suspect").is_null()))
+    # Without suspects nothing is filtered: a copy of a large table takes a second.
+    suspicious = table["suspect"].null_count < table.num_rows
+    once = one_setting(table.filter(pc.field("suspect").is_null()) if suspicious else table)
     profiles = read_profiles(once.table)
     last = last_checkpoints(profiles)
+    # Batches and settings are not copied by each of the many selections that follow.
+    numbers = once.table.select([name for name in once.table.column_names if name in _NUMBERS])
     found = [
         *(pair for profile, untrained in last for pair in judge_profile(profile, how, untrained)),
         *judge_kinds([profile for profile, _ in last], how),
         *judge_trainings(profiles, how),
-        *judge_theories(once.table, how),
-        *judge_enrichment(once.table, how),
-        *judge_learning(once.table, how),
-        *judge_pinned(once.table, how),
+        *judge_theories(numbers, how),
+        *judge_enrichment(numbers, how),
+        *judge_learning(numbers, how),
+        *judge_pinned(numbers, how),
     ]
     found = [
         (replace(subject, notes=(*subject.notes, *once.notes(subject.models, subject.place))), finding)

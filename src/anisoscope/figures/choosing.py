@@ -50,8 +50,8 @@ def one_setting(rows: pa.Table) -> Chosen:
         if unit["metric_version_max"] == latest and unit["points_sum"] > best.get(checkpoint, (-1, ""))[0]:
             best[checkpoint] = unit["points_sum"], unit["key"]
     keys = {key for _, key in best.values()}
-    chosen = rows.filter(among("key", list(keys)))
-    return Chosen(table=chosen, others=len({unit["key"] for unit in sums} - keys))
+    others = len({unit["key"] for unit in sums} - keys)
+    return Chosen(table=rows.filter(among("key", list(keys))) if others else rows, others=others)
 
 
 def checkpoints_of(rows: pa.Table) -> list[dict[str, Any]]:
@@ -70,8 +70,12 @@ class Group:
 def groups_of(rows: pa.Table, *names: str) -> Iterator[Group]:
     """Rows that share these columns, in the order in which they come."""
     groups = group_rows(rows, names)
-    for number, found in enumerate(groups.names()):
-        yield Group(names=dict(zip(names, found, strict=True)), table=rows.take(groups.rows(number)))
+    # One selection for all: each would go through every chunk of the table.
+    ordered = rows.take(groups.order)
+    for found, place in groups.slices():
+        yield Group(
+            names=dict(zip(names, found, strict=True)), table=ordered.slice(place.start, place.stop - place.start)
+        )
 
 
 def among(column: str, names: Iterable[Any]) -> Any:

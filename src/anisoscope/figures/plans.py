@@ -4,7 +4,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pyarrow as pa
@@ -16,6 +16,7 @@ from anisoscope.figures import captions, curving, depth, dimension, judgements, 
 from anisoscope.figures.choosing import (
     GRIDE,
     Chosen,
+    Group,
     among,
     checkpoints_of,
     distinct,
@@ -70,6 +71,7 @@ def sources(table: pa.Table, units: Sequence[Unit], verdicts: Sequence[Verdict])
     table = name_trainings(table)
     # Settings are not drawn, but for the window length.
     states = plain_states(table.select([name for name in table.column_names if name in _DRAWN]))
+    losses = table.filter(pc.field("metric") == "loss")
     corpora = distinct(states, "corpus")
     for corpus in corpora:
         here = states.filter(pc.field("corpus") == corpus)
@@ -77,7 +79,7 @@ def sources(table: pa.Table, units: Sequence[Unit], verdicts: Sequence[Verdict])
         for metric in distinct(here, "metric"):
             # Those have a figure of their own, over scales.
             if not re.fullmatch(GRIDE, metric):
-                yield Source(section="profiles", plans=partial(_of_metric, here, table, metric, end))
+                yield Source(section="profiles", plans=partial(_of_metric, here, losses, metric, end))
         yield Source(section="final norm", plans=partial(_of_stages, here, end))
         yield Source(section="dimension", plans=partial(_of_scales, here, end))
         if units:
@@ -159,20 +161,7 @@ def _of_gradients(table: pa.Table) -> Iterator[Plan]:
     rows = table.filter(kept & among("metric", ["tangent_energy", *tangents.CONTROLLED]))
     rows = rows.select([name for name in rows.column_names if name in _DRAWN])
     for group in groups_of(rows.filter(pc.field("bin").is_null()), "model", "corpus", "population", "variant"):
-        names = group.names
-        chosen = one_setting(group.table)
-        several = len(checkpoints_of(chosen.table)) > 1
-        stepped = None not in distinct(chosen.table, "step")
-        axis = ("step" if stepped else "checkpoint") if several else "depth"
-        yield Plan(
-            name="alignment-" + "-".join(map(str, names.values())),
-            section="alignment",
-            title=f"tangent_energy of {names['model']} and its controls, {names['population']}, {names['variant']}",
-            data=partial(tangents.alignment_data, chosen.table, axis=axis, **names),
-            draw=partial(tangents.draw_alignment, axis=axis),
-            caption=chosen.counted(captions.alignment_caption),
-            family=f"alignment-{names['corpus']}-{names['population']}-{names['variant']}",
-        )
+        yield _of_alignment(group)
     # The variant of a bin states its frequency: all bins are one figure.
     for group in groups_of(rows.filter(pc.field("bin").is_valid()), "model", "corpus", "population"):
         names = group.names
@@ -186,6 +175,31 @@ def _of_gradients(table: pa.Table) -> Iterator[Plan]:
             caption=chosen.counted(captions.bins_caption),
             family=f"alignment_bins-{names['corpus']}-{names['population']}",
         )
+
+
+def _of_alignment(group: Group) -> Plan:
+    """The rows are chosen when the figure is made: of many models few are."""
+    names = group.names
+
+    @cache
+    def chosen() -> Chosen:
+        return one_setting(group.table)
+
+    @cache
+    def axis() -> str:
+        several = len(checkpoints_of(chosen().table)) > 1
+        stepped = None not in distinct(chosen().table, "step")
+        return ("step" if stepped else "checkpoint") if several else "depth"
+
+    return Plan(
+        name="alignment-" + "-".join(map(str, names.values())),
+        section="alignment",
+        title=f"tangent_energy of {names['model']} and its controls, {names['population']}, {names['variant']}",
+        data=lambda: tangents.alignment_data(chosen().table, axis=axis(), **names),
+        draw=lambda data: tangents.draw_alignment(data, axis=axis()),
+        caption=lambda data: chosen().counted(captions.alignment_caption)(data),
+        family=f"alignment-{names['corpus']}-{names['population']}-{names['variant']}",
+    )
 
 
 def _of_curvature(table: pa.Table) -> Iterator[Plan]:
@@ -295,7 +309,7 @@ def _of_verdicts(verdicts: Sequence[Verdict]) -> Iterator[Plan]:
         )
 
 
-def _of_metric(states: pa.Table, table: pa.Table, metric: str, end: str) -> Iterator[Plan]:
+def _of_metric(states: pa.Table, losses: pa.Table, metric: str, end: str) -> Iterator[Plan]:
     """Profile, dynamics, steps and heatmaps of one metric on one corpus."""
     rows = one_setting(states.filter(pc.field("metric") == metric))
     blocks = rows.table.filter(pc.field("depth").is_valid())
@@ -313,7 +327,7 @@ def _of_metric(states: pa.Table, table: pa.Table, metric: str, end: str) -> Iter
             caption=rows.counted(captions.profile_caption),
             family=f"profile-{metric}{end}",
         )
-        yield from _dynamics(blocks.filter(among("model", some)), table, rows, metric, populations, end, part)
+        yield from _dynamics(blocks.filter(among("model", some)), losses, rows, metric, populations, end, part)
     for model in models:
         if checkpoints[model] > 1:
             yield from _training(blocks, rows, model, metric, populations[0], end)
@@ -334,7 +348,7 @@ def _profiles_of(blocks: pa.Table, models: list[str], metric: str, populations: 
 
 
 def _dynamics(
-    blocks: pa.Table, table: pa.Table, rows: Chosen, metric: str, populations: list[str], end: str, part: str
+    blocks: pa.Table, losses: pa.Table, rows: Chosen, metric: str, populations: list[str], end: str, part: str
 ) -> Iterator[Plan]:
     """Of models with several checkpoints; those without a step are left out where others have one."""
     stepped = blocks.filter(pc.field("step").is_valid())
@@ -347,16 +361,16 @@ def _dynamics(
         name=f"dynamics-{metric}{end}{part}",
         section="dynamics",
         title=f"{metric} as training goes on{end}{part}",
-        data=partial(_dynamics_of, mine, table, metric, populations, axis),
+        data=partial(_dynamics_of, mine, losses, metric, populations, axis),
         draw=partial(training.draw_dynamics, axis=axis),
         caption=rows.counted(captions.dynamics_caption),
         family=f"dynamics-{metric}{end}",
     )
 
 
-def _dynamics_of(blocks: pa.Table, table: pa.Table, metric: str, populations: list[str], axis: str) -> pa.Table:
-    losses = table.filter((pc.field("metric") == "loss") & among("key", distinct(blocks, "key")))
-    both = pa.concat_tables([blocks, losses.select(blocks.column_names)])
+def _dynamics_of(blocks: pa.Table, losses: pa.Table, metric: str, populations: list[str], axis: str) -> pa.Table:
+    theirs = losses.filter(among("key", distinct(blocks, "key")))
+    both = pa.concat_tables([blocks, theirs.select(blocks.column_names)])
     return training.dynamics_data(both, metric=metric, populations=populations, axis=axis)
 
 

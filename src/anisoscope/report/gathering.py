@@ -234,9 +234,13 @@ def _glance(table: pa.Table) -> Iterable[dict[str, str]]:
     groups: dict[tuple[Any, ...], dict[Any, list[np.ndarray]]] = defaultdict(lambda: defaultdict(list))
     for number, (*who, stage, step, revision) in enumerate(checkpoints.names()):
         groups[tuple(who)][training_order(stage, step, revision)].append(checkpoints.rows(number))
-    columns = table.select([*series, "stage", "step", "revision", "site", "depth", "value", "spread", "null"])
-    for (model, corpus, stack, metric, population), found in groups.items():
-        here = columns.take(np.sort(np.concatenate(found[max(found)]))).to_pylist()
+    last = [np.sort(np.concatenate(found[max(found)])) for found in groups.values()]
+    # One selection for all: each would go through every chunk of the table.
+    columns = table.select(["stage", "step", "revision", "site", "depth", "value", "spread", "null"])
+    rows = columns.take(np.concatenate([np.array([], int), *last])).to_pylist()
+    ends = np.cumsum([len(numbers) for numbers in last]).tolist()
+    for (model, corpus, stack, metric, population), numbers, end in zip(groups, last, ends, strict=True):
+        here = rows[end - len(numbers) : end]
         sites = {row["site"]: row for row in here}
         blocks = sorted((row for row in here if row["depth"] is not None), key=lambda row: site_order(row["site"]))
         known = [row for row in blocks if not math.isnan(row["value"])]
