@@ -27,7 +27,7 @@ from anisoscope.revisions import training_order
 from anisoscope.store import name_trainings
 
 # Of one run; a page with more is neither read nor soon drawn.
-MOST_FIGURES = 80
+MOST_FIGURES = 60
 POPULATION_WORDS = {
     "all": "every token",
     "content": "no special tokens, no first position of a window",
