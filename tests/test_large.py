@@ -14,9 +14,11 @@ import pytest
 from anisoscope import Store
 from anisoscope.claims import judge
 from anisoscope.figures import catalogue, catalogue_within
+from anisoscope.listings import MOST_ROWS, print_status
 from anisoscope.report import gather, gathering, page, render
 from anisoscope.report.cautions import find_cautions
 from anisoscope.report.reading import read_run
+from anisoscope.status import Overview
 
 
 @pytest.fixture(scope="module")
@@ -118,3 +120,14 @@ def test_a_number_missing_from_a_list_is_no_number(stores: tuple[Path, Path]) ->
     found = {one.subject: one for one in judge(broken, resamples=20) if one.claim == "bell"}
     assert "no batch has a value at every block" in found["model-00"].text
     assert found["model-01"].effect == found["model-01"].effect
+
+
+def test_a_status_lists_what_is_not_done_and_counts_the_rest(capsys: pytest.CaptureFixture[str]) -> None:
+    place = {"model": "m", "revision": None, "step": 1, "corpus": "pydoc", "told": ""}
+    rows = [{**place, "key": f"done{number}", "state": "done"} for number in range(MOST_ROWS + 5)]
+    rows.append({**place, "key": "late", "state": "failed"})
+    print_status(Overview(rows=tuple(rows), seconds_left=None))
+    shown = capsys.readouterr().out
+    assert "late" in shown
+    assert "6 more results are not listed" in shown
+    assert f"{MOST_ROWS + 5} done, 1 failed" in shown

@@ -21,6 +21,9 @@ from anisoscope.lab import Trained
 from anisoscope.printing import format_value, open_console
 from anisoscope.status import Overview, as_table
 
+# Rows of a status: more than anybody reads, and few enough to be printed at once.
+MOST_ROWS = 400
+
 
 def listing(what: str, model: str | None = None, revisions: str | None = None) -> list[dict[str, Any]]:
     """The rows of `ls`."""
@@ -79,9 +82,14 @@ def print_listing(what: str, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def print_status(seen: Overview) -> None:
-    """The units of a run and their states."""
+    """The results of a run and their states; of a large run those that are not done, and as many others as fit."""
     console = open_console()
-    console.print(as_table(seen.rows))
+    rows = seen.rows
+    if len(rows) > MOST_ROWS:
+        rows = sorted(rows, key=lambda row: row["state"] == "done")[:MOST_ROWS]
+    console.print(as_table(rows))
+    if len(rows) < len(seen.rows):
+        console.print(f"{len(seen.rows) - len(rows):,} more results are not listed; `--json` lists them all")
     console.print(seen.sentence())
 
 
