@@ -23,7 +23,7 @@ from scipy import stats
 from anisoscope.claims.catalogue import CLAIMS, PAPER
 from anisoscope.claims.enrichment import ENRICHED, Excess, _found
 from anisoscope.claims.findings import on_side
-from anisoscope.claims.learning import Course, _by_ours, _by_paper, _kinds_differ, _lasts, _trend, _when
+from anisoscope.claims.learning import Course, _kinds_differ, _lasts, _trend, _when
 from anisoscope.claims.pinned import _found as _pinned
 from anisoscope.claims.profiles import Profile
 from anisoscope.claims.resampling import Resampling, pool_numbers, student
@@ -232,7 +232,7 @@ def of_course(
             checkpoints.append({"tangent_excess": rows, "tangent_energy": ends, "normal_ratio": ratios})
         one = Course(model="m", kind="decoder", place=place, checkpoints=tuple(checkpoints), untrained=checkpoints[0])
         test = _when if claim == "emerges early" else _lasts
-        found = _by_paper(one) if paper else _by_ours(one)
+        found = one.by_paper if paper else one.by_ours
         return test(one, found, HOW, "none").supported is True
 
     return draw

@@ -14,6 +14,10 @@ from collections.abc import Mapping
 LIMIT = 400
 """Seconds that one command may take."""
 
+APART = ("/bin/sh", "-c", '"$@"; exit $?', "sh")
+"""Put before a command whose peak memory is read: a process begins with the peak of the one that starts it, and the
+shell's is small."""
+
 LOOP = """
 import json, sys, traceback
 from typer.testing import CliRunner

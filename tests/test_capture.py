@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from shell import APART
 from torch import Tensor, nn
 
 from anisoscope import capture as capturing
@@ -54,7 +55,7 @@ def test_a_vocabulary_of_300_000_is_measured_in_bounded_memory(
     kind: str, cap: float, tokens: int, limit: float, corpus_file: Any
 ) -> None:
     # The logits of 4,096 tokens are 4.9 GB. Capped logits come whole, one window at a time.
-    command = [sys.executable, "-c", MEMORY, kind, str(cap), str(corpus_file), str(tokens)]
+    command = [*APART, sys.executable, "-c", MEMORY, kind, str(cap), str(corpus_file), str(tokens)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert float(done.stdout) < limit

@@ -150,7 +150,7 @@ def test_a_revision_of_a_folder_is_its_subfolder(tmp_path: Path) -> None:
     assert hash_weights(str(run), revision="checkpoint-5") == hash_weights(str(run / "checkpoint-5"))
     with pytest.raises(ModelError, match="no subfolder checkpoint-7"):
         locate(str(run), "checkpoint-7")
-    with pytest.raises(ModelError, match="sweep them, or name one as revision"):
+    with pytest.raises(ModelError, match="if they are checkpoints, sweep it or name one of them"):
         hash_weights(str(run))
 
 

@@ -83,7 +83,7 @@ def test_the_page_follows_a_run_from_nothing_through_garbage(server: Server, fol
     (folder / "half.plan.json").write_text("[")
     third = wait_for_state(server, second)
     page = ask(server)[1]
-    assert "half.parquet is damaged" in page
+    assert "half.parquet is no result of anisoscope" in page
     assert "25 numbers" in page
 
     stored(folder, unit_of(step=2))

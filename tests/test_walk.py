@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from shell import APART
 
 import anisoscope as an
 from anisoscope.cloud import Cloud, select_population
@@ -375,7 +376,7 @@ for tokens in sys.argv[3:]:
     text = tmp_path / "text.txt"
     text.write_text("\n\n".join(path.read_text() for path in sorted(corpus_file.iterdir())) * 4)
     # Two pools, and then six by the same process: keeping the states of four more would add 270 MB to about 650.
-    command = [sys.executable, "-c", code, str(saved_models["decoder"]), str(text), "32768", "98304"]
+    command = [*APART, sys.executable, "-c", code, str(saved_models["decoder"]), str(text), "32768", "98304"]
     told = subprocess.run(command, capture_output=True, check=True, text=True).stdout
     first, peak = (int(line) for line in told.splitlines())
     assert peak < 1.1 * first
