@@ -2,6 +2,7 @@
 
 import doctest
 import math
+import os
 import subprocess
 import sys
 
@@ -219,8 +220,11 @@ def test_a_large_vocabulary_is_surveyed_in_bounded_memory() -> None:
         "assert survey.rows == 250_000\n"
         "print(peak() - before)"
     )
-    done = subprocess.run([*APART, sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert float(done.stdout) < 200
+    # Freed arrays go back at once: what counts is what the survey holds, not the holes that the heap keeps.
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "1000000"}
+    command = [*APART, sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    assert float(done.stdout) < 128
 
 
 # On models
