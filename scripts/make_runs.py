@@ -147,6 +147,9 @@ class Maker:
     def train(self, training: Training, tokens: Path) -> bool:
         """Train one model, on text that was tokenised once for several."""
         target = self.folder / "trained" / training.name
+        if not tokens.exists():
+            # The failure is in the list already; without the text there is nothing to train on.
+            return False
         if not (target / "tokens").exists():
             shutil.copytree(tokens, target / "tokens")
         return self.run(training.name, self.command(training, target))

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 
@@ -20,7 +19,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning"),
 ]
 
-V5 = int(transformers.__version__.split(".")[0]) >= 5
 L, D, VOCAB = 3, 48, 97
 
 TEXT: dict[str, Any] = {
@@ -72,7 +70,6 @@ class Family:
     `normed`; `projected`: the last one is another space."""
     prefix: str = ""
     """What the language-model class puts before the paths; empty where that class is not tried."""
-    since_v5: bool = False
 
 
 def encoder(name: str, model_type: str, blocks: str, prefix: str, config: dict[str, Any] = TEXT, **rest: Any) -> Family:
@@ -142,10 +139,9 @@ FAMILIES = [
         "model",
         TEXT | {"pad_token_id": 0, "reference_compile": False},
         norm="final_norm",
-        # transformers 4 hands out the raw last block here, transformers 5 the final norm's output.
-        states="normed" if V5 else "raw",
+        states="normed",
     ),
-    encoder("EuroBERT", "eurobert", "layers", "model", GROUPED, norm="norm", states="normed", since_v5=True),
+    encoder("EuroBERT", "eurobert", "layers", "model", GROUPED, norm="norm", states="normed"),
     decoder("GPT-2", "gpt2", "h", "ln_f", "transformer", GPT),
     decoder(
         "GPT-Neo",
@@ -253,8 +249,6 @@ FAMILIES = [
 
 
 def build(family: Family, loader: Any = AutoModel) -> nn.Module:
-    if family.since_v5 and not V5:
-        pytest.skip("this family came with transformers 5")
     torch.manual_seed(0)
     module = loader.from_config(AutoConfig.for_model(family.model_type, **family.config)).eval()
     with torch.no_grad():

@@ -125,7 +125,7 @@ class Recipe:
                 self._refuse(name, wanted)
         if self.width % (8 * self.heads):
             raise SpecError(
-                f"a head's width is a multiple of 8; {self.width} cannot be dealt to {self.heads} heads: "
+                f"a head's width is a multiple of 8; {self.width} cannot be divided among {self.heads} heads: "
                 f"--width {8 * self.heads * max(1, round(self.width / (8 * self.heads)))} can"
             )
         if not isinstance(self.corpus, str) or not self.corpus.strip():
